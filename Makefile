@@ -1,0 +1,43 @@
+# Every target that needs the environment brings it up first; with nothing to do that takes a moment.
+PYTHON ?= python3
+BIN := .venv/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+SAY ?= Hello world.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types contract bench soak check clean
+
+help: ## what there is to make
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s%s\n", $$1, $$2}' Makefile
+
+setup: ## create or update .venv (every other target does this by itself)
+	@$(PYTHON) tools/setup_env.py
+
+demo: setup ## text to speech: writes demo.wav; SAY="..." changes the text
+	$(BIN)/omnistage speak "$(SAY)" -o demo.wav
+
+test: setup ## the test suite, without what is marked slow
+	$(PYTEST) -m "not slow"
+
+lint: setup ## ruff's rules and format, and the direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-cache
+
+types: setup ## mypy, strict, on the package, the tests and the tools
+	$(BIN)/mypy
+
+contract: setup ## vLLM's own scheduler tests, with its schedulers and with ours
+	OMP_NUM_THREADS=1 $(BIN)/python tools/contract.py
+
+bench: setup ## tokens per second and delivery cost beside stock vLLM
+	$(BIN)/python benchmarks/ar.py
+
+soak: setup ## the tests marked slow
+	$(PYTEST) -m slow --timeout=0
+
+check: setup ## what is installed, what runs, and what would not and why
+	$(BIN)/omnistage check
+
+clean: ## remove .venv, caches and build output
+	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build demo.wav
