@@ -1,0 +1,130 @@
+"""Input adapters: from what a caller gives to what vLLM takes.
+
+They produce a prompt and sampling fields as plain values; the AR stage makes vLLM's own objects of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from omnistage.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from omnistage.request import StageInput
+
+RESERVED = ("extra_args", "output_kind")
+"""Sampling fields that the AR stage sets itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInput:
+    """A prompt and how to sample from it.
+
+    Args:
+        prompt: Text for the engine's tokenizer, or prompt token ids.
+        sampling: Fields of vLLM's ``SamplingParams``.
+    """
+
+    prompt: str | list[int]
+    sampling: dict[str, Any]
+
+
+@runtime_checkable
+class InputAdapter(Protocol):
+    """Turns a stage input into an engine input; one instance serves all requests of a stage."""
+
+    async def adapt(self, stage_input: StageInput) -> EngineInput:
+        """Convert one input, without changing or keeping anything of the caller's.
+
+        Raises:
+            InvalidRequest: The input cannot be served; the message says why.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextInput:
+    """Passes text, or ids, on as they are.
+
+    Args:
+        sampling: Sampling fields that a request does not set itself.
+    """
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    async def adapt(self, stage_input: StageInput) -> EngineInput:
+        """Copy the prompt and lay the request's sampling over the defaults."""
+        return EngineInput(
+            prompt=copy_prompt(stage_input.prompt), sampling=merge(self.sampling, stage_input)
+        )
+
+
+def copy_prompt(prompt: str | Sequence[int]) -> str | list[int]:
+    """The prompt as vLLM takes it, owned by us: vLLM extends a streaming request's list in place.
+
+    Raises:
+        InvalidRequest: It is empty, or neither text nor ids.
+    """
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise InvalidRequest("the text is empty; give at least one word", parameter="prompt")
+        return prompt
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        raise InvalidRequest(
+            f"a prompt is text or a sequence of token ids, got {type(prompt).__name__}",
+            parameter="prompt",
+        )
+    ids = list(prompt)
+    if not ids:
+        raise InvalidRequest("the prompt has no ids; give at least one", parameter="prompt")
+    for token in ids:
+        if type(token) is not int or token < 0:
+            raise InvalidRequest(
+                f"prompt token ids must be non-negative integers, got {token!r}", parameter="prompt"
+            )
+    return ids
+
+
+def merge(defaults: Mapping[str, Any], stage_input: StageInput) -> dict[str, Any]:
+    """The request's sampling fields over the stage's, its seed over both.
+
+    Raises:
+        InvalidRequest: A field that the AR stage sets itself, or a bad seed.
+    """
+    given = stage_input.sampling or {}
+    for name in RESERVED:
+        if name in given:
+            raise InvalidRequest(
+                f"sampling.{name} is set by the AR stage; leave it out", parameter=name
+            )
+    fields = {**defaults, **given}
+    if stage_input.seed is not None:
+        if type(stage_input.seed) is not int or not 0 <= stage_input.seed < 2**63:
+            raise InvalidRequest(
+                f"a seed is an integer from 0 to 2**63 - 1, got {stage_input.seed!r}",
+                parameter="seed",
+            )
+        fields["seed"] = stage_input.seed
+    return fields
+
+
+def check_consumable(sampling: Mapping[str, Any]) -> None:
+    """Refuse sampling fields that a downstream consumer would be harmed by.
+
+    Raises:
+        InvalidRequest: ``stop`` strings (vLLM's front-end matches them after later ids were published) or
+            ``n > 1`` (the children would share one record).
+    """
+    if sampling.get("stop"):
+        raise InvalidRequest(
+            "stop strings are matched after the ids behind them were published; "
+            "use stop_token_ids for a request that is decoded to audio",
+            parameter="stop",
+        )
+    if sampling.get("n", 1) != 1:
+        raise InvalidRequest(
+            "n > 1 cannot be decoded to audio; submit the request n times with different seeds",
+            parameter="n",
+        )

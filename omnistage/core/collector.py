@@ -1,0 +1,239 @@
+"""What the scheduler thread does for omnistage: note who is served, collect each step, hand it over.
+
+It reads vLLM's outputs and changes nothing of vLLM's; it never raises and never waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from omnistage.errors import ProtocolError, SubscriberStalled
+from omnistage.request import FinishReason, Payload
+from omnistage.transport.handover import HandOver
+from omnistage.wire import Admission, decode_admission
+
+log = logging.getLogger(__name__)
+
+EXTRA_ARG: Final = "omnistage"
+PAYLOAD_ATTRIBUTE: Final = "omnistage_payload"
+_NO_PAYLOAD: Final[Mapping[str, Mapping[str, Payload]]] = {}
+
+
+class Record:
+    """A live request with a consumer; the publisher thread keys its own state by the same object."""
+
+    __slots__ = ("admission", "segment", "takes_tokens", "tokens", "total")
+
+    def __init__(self, admission: Admission, *, takes_tokens: bool) -> None:
+        self.admission = admission
+        self.takes_tokens = takes_tokens
+        self.tokens = 0  # of this segment
+        self.total = 0
+        self.segment = 0
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """The end of a request, or of a segment of it.
+
+    Args:
+        reason: Why.
+        tokens: Ids sampled in the whole request.
+        segment: True if more may follow.
+        error: For an error of ours, the sentence and class name to report.
+    """
+
+    reason: FinishReason
+    tokens: int
+    segment: bool = False
+    error: tuple[str, str] | None = None
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One request in one step, as the scheduler thread saw it."""
+
+    record: Record
+    ids: tuple[int, ...] = ()
+    position: int = 0
+    segment: int = 0
+    tensors: Mapping[str, Payload] | None = None
+    ending: Ending | None = None
+
+
+class StepEvents(msgspec.Struct, frozen=True):
+    """What one step hands over.
+
+    Args:
+        stamp: Monotonic ns.
+        events: At most one a request, except that an error of ours may follow.
+    """
+
+    stamp: int
+    events: list[Event]
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An admission record that could not be read: the request runs, but has no consumer."""
+
+    request_id: str
+    error: str
+
+
+class StepCollector:
+    """The scheduler's side of the output adapter.
+
+    Args:
+        takes_tokens: For each channel, whether its processor declared ``requires_token_updates``.
+        limit: Steps that may wait.
+    """
+
+    def __init__(self, takes_tokens: Mapping[str, bool], limit: int) -> None:
+        self.steps: HandOver[StepEvents | Refusal] = HandOver(limit)
+        self._takes_tokens = takes_tokens
+        self._records: dict[str, Record] = {}
+        self._finished: dict[str, FinishReason] | None = (
+            None  # a dict while a step is being updated
+        )
+        self._payload = _NO_PAYLOAD
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def admit(self, request: Any) -> None:
+        """Note a request that vLLM has just queued, if it has a consumer."""
+        try:
+            params = request.sampling_params
+            raw = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
+            if raw is None:
+                return
+            admission = decode_admission(raw)
+            if admission.final_stage or not admission.consumers:
+                return
+            takes = [self._takes_tokens[channel] for channel, _ in admission.consumers]
+        except KeyError as error:
+            self._refuse(request, f"unknown channel {error}; known: {sorted(self._takes_tokens)}")
+        except (ProtocolError, AttributeError, TypeError) as error:
+            self._refuse(request, str(error))
+        else:
+            self._records[request.request_id] = Record(admission, takes_tokens=any(takes))
+
+    def begin(self, runner_output: Any) -> None:
+        """Take the payload off a step's output before vLLM sees it."""
+        self._finished = {}
+        # From __dict__: the attribute stands on the instance or nowhere.
+        attributes = getattr(runner_output, "__dict__", {})
+        self._payload = attributes.pop(PAYLOAD_ATTRIBUTE, None) or _NO_PAYLOAD
+
+    def abandon(self) -> None:
+        """Forget a step whose update failed."""
+        self._finished = None
+        self._payload = _NO_PAYLOAD
+
+    def finished(self, requests: Iterable[Any]) -> None:
+        """Note requests that vLLM has just finished from outside or inside a step."""
+        ended = {
+            request.request_id: _reason(request.get_finished_reason())
+            for request in requests
+            if request.request_id in self._records
+        }
+        if self._finished is not None:
+            # Inside a step: ids of the same step may still have to go first.
+            self._finished.update(ended)
+        elif ended:
+            self._hand_over([self._end(request_id, reason) for request_id, reason in ended.items()])
+
+    def collect(self, outputs: Mapping[int, Any], alive: Mapping[str, Any]) -> None:
+        """Hand over what a step brought.
+
+        Args:
+            outputs: What vLLM's ``update_from_output`` returned.
+            alive: The scheduler's ``requests``.
+        """
+        finished, payload = self._finished or {}, self._payload
+        self.abandon()
+        if not self._records:
+            return
+        events: list[Event] = []
+        emitted: set[str] = set()
+        for engine_outputs in outputs.values():
+            for output in engine_outputs.outputs:
+                record = self._records.get(output.request_id)
+                if record is not None:
+                    emitted.add(output.request_id)
+                    self._take(events, record, output, finished, payload, alive)
+        for request_id, tensors in payload.items():
+            record = self._records.get(request_id)
+            if record is not None and request_id not in emitted and tensors:
+                events.append(Event(record, (), record.tokens, record.segment, tensors))
+        events += [
+            self._end(request_id, reason)
+            for request_id, reason in finished.items()
+            if request_id in self._records
+        ]
+        if events:
+            self._hand_over(events)
+
+    def _take(
+        self,
+        events: list[Event],
+        record: Record,
+        output: Any,
+        finished: Mapping[str, FinishReason],
+        payload: Mapping[str, Mapping[str, Payload]],
+        alive: Mapping[str, Any],
+    ) -> None:
+        request_id = output.request_id
+        ids = tuple(output.new_token_ids)
+        position, segment = record.tokens, record.segment
+        record.tokens += len(ids)
+        record.total += len(ids)
+        ending = None
+        if output.finish_reason is not None or request_id in finished:
+            reason = finished.get(request_id) or _reason(output.finish_reason)
+            request = alive.get(request_id)
+            if request is None or request.is_finished():
+                ending = Ending(reason, record.total)
+                del self._records[request_id]
+            else:
+                # A streaming segment: the scheduler keeps the request for its next input.
+                ending = Ending(reason, record.total, segment=True)
+                record.segment += 1
+                record.tokens = 0
+        tensors = payload.get(request_id) or None
+        if tensors or ending is not None or (ids and record.takes_tokens):
+            events.append(Event(record, ids, position, segment, tensors, ending))
+
+    def _end(self, request_id: str, reason: FinishReason) -> Event:
+        record = self._records.pop(request_id)
+        return Event(record, (), record.tokens, record.segment, None, Ending(reason, record.total))
+
+    def _hand_over(self, events: list[Event]) -> None:
+        step = StepEvents(time.monotonic_ns(), events)
+        if self.steps.put(step):
+            return
+        # Full: these updates are lost, so their requests must fail. One event each and then the record is
+        # gone, so that what exceeds the limit is bounded by the requests that are alive.
+        error = ("the publisher is behind; the step queue is full", SubscriberStalled.__name__)
+        lost = {event.record: None for event in events}
+        self._records = {k: r for k, r in self._records.items() if r not in lost}
+        endings = [
+            Event(record, ending=Ending(FinishReason.ERROR, record.total, error=error))
+            for record in lost
+        ]
+        self.steps.put_beyond_limit(StepEvents(step.stamp, endings))
+
+    def _refuse(self, request: Any, error: str) -> None:
+        log.warning("request %s has no consumer: %s", request.request_id, error)
+        self.steps.put(Refusal(str(request.request_id), error))
+
+
+def _reason(reason: object) -> FinishReason:
+    """VLLM's finish reason as ours; one that a later vLLM adds counts as an error."""
+    try:
+        return FinishReason(str(reason))
+    except ValueError:
+        return FinishReason.ERROR

@@ -1,0 +1,48 @@
+"""What an AR stage hands to the scheduler in its engine process, through vLLM's ``additional_config``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from omnistage.adapters.processor import ChunkProcessor
+from omnistage.transport.publisher import PublisherConfig
+
+HANDOVER_LIMIT: Final = 4096
+"""Steps that may wait for the publisher thread before requests fail."""
+
+
+class Wiring(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine side of an AR stage.
+
+    Args:
+        stage: The stage's name, for logs.
+        channels: The processor of each channel.
+        publisher: Where to publish.
+        handover_limit: Steps that may wait for the publisher thread.
+    """
+
+    stage: str
+    channels: Mapping[str, ChunkProcessor]
+    publisher: PublisherConfig
+    handover_limit: int = HANDOVER_LIMIT
+
+
+class WiredConfig(dict[str, Any]):
+    """vLLM's ``additional_config`` with the wiring beside its items.
+
+    vLLM makes the items part of its compile-cache key: endpoints differ from start to start and would
+    make every start a cache miss, so they ride as an attribute.
+    """
+
+    def __init__(self, items: Mapping[str, Any], wiring: Wiring) -> None:
+        super().__init__(items)
+        self.omnistage = wiring
+
+
+def wiring_of(vllm_config: Any) -> Wiring | None:
+    """The wiring in a ``VllmConfig``, or None if no AR stage made it."""
+    wiring = getattr(getattr(vllm_config, "additional_config", None), "omnistage", None)
+    return wiring if isinstance(wiring, Wiring) else None

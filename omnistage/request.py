@@ -1,0 +1,230 @@
+"""The values that move through a pipeline: what is asked, what the AR stage emits, what is played.
+
+Plain structs without behaviour beyond their own invariants; nothing here knows vLLM, torch or ZeroMQ.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from omnistage.errors import ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Pcm = npt.NDArray[np.float32]
+"""Mono samples, float32 in [-1, 1], shape [samples]."""
+
+Codes = npt.NDArray[np.int64]
+"""Codebook indices, shape [frames, codebooks]."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def check_name(name: str, what: str) -> str:
+    """Return ``name`` if it can name a channel, subscriber or stage.
+
+    Raises:
+        ConfigError: It is empty, longer than 64 characters, or holds a character that a topic may not.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{what} must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit, "
+            f"got {name!r}"
+        )
+    return name
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended, as vLLM and the OpenAI interface spell it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    REPETITION = "repetition"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class ChunkPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many new frames a decode takes, fixed for a request when it starts.
+
+    The first chunk decides the time to first audio, the growth avoids a gap after it, the steady size
+    decides how often the decoder repeats its context. Chunk k has ``first * growth**k`` frames, rounded
+    down, and never more than ``steady``.
+
+    Args:
+        first: Frames in the first chunk, at least 1.
+        growth: Factor from one chunk to the next, at least 1.
+        steady: Frames in the largest chunk, at least ``first``.
+
+    Raises:
+        InvalidRequest: A value out of range.
+    """
+
+    first: int = 4
+    growth: float = 2.0
+    steady: int = 32
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.first <= self.steady and 1 <= self.growth < float("inf")):
+            raise InvalidRequest(
+                f"chunk sizes must satisfy 1 <= first <= steady and growth >= 1, "
+                f"got first={self.first}, growth={self.growth}, steady={self.steady}",
+                parameter="chunks",
+            )
+
+    def size(self, index: int) -> int:
+        """The number of new frames in chunk ``index``, counted from 0."""
+        if self.growth == 1.0:
+            return self.first
+        # Capped, because growth**index overflows a float long after the steady size is reached.
+        return min(int(self.first * self.growth ** min(index, 64)), self.steady)
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What a subscriber must know before a request's first data; carried by its first update.
+
+    Args:
+        chunks: Chunk sizes, or None for the decoder's own.
+        seed: Seed of the decoder's randomness.
+        voice: The voice asked for, if any.
+        options: Decoder options, plain values.
+        trace_headers: W3C trace context of the caller.
+    """
+
+    chunks: ChunkPolicy | None = None
+    seed: int = 0
+    voice: str | None = None
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    trace_headers: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class Terminal(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The end of a request on its channel: there is exactly one, and nothing follows it.
+
+    Args:
+        reason: Why the AR stage stopped, or ``error``.
+        tokens: Sampled ids that the scheduler committed, whatever the processor made of them.
+        dropped: Sampled ids that the processor removed as no codec ids.
+        error: For ``error``: what went wrong, a sentence.
+        kind: For ``error``: the class name of the error to raise, from :mod:`omnistage.errors`.
+    """
+
+    reason: FinishReason
+    tokens: int = 0
+    dropped: int = 0
+    error: str | None = None
+    kind: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageInput:
+    """What a caller gives a pipeline: text, or the ids of a prompt, and how to treat it.
+
+    Args:
+        prompt: Text, or prompt token ids.
+        sampling: Fields of vLLM's ``SamplingParams``, passed through; None for the preset's own.
+        seed: Seeds sampling and decoder noise; None leaves sampling unseeded.
+        voice: A voice of the preset.
+        chunks: Chunk sizes of this request.
+        priority: vLLM's request priority; lower runs earlier under the priority policy.
+        trace_headers: W3C trace context.
+    """
+
+    prompt: str | Sequence[int]
+    sampling: Mapping[str, Any] | None = None
+    seed: int | None = None
+    voice: str | None = None
+    chunks: ChunkPolicy | None = None
+    priority: int = 0
+    trace_headers: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRequest:
+    """One admitted submission on its way through the stages.
+
+    Args:
+        request_id: Unique a submission; the only id that crosses process borders.
+        external_id: What the caller calls it; two submissions may share it.
+        input: What was asked.
+        final_stage: Whether the AR stage is the last one, so that nothing is published.
+        consumers: Topics that receive the AR stage's updates.
+    """
+
+    request_id: str
+    external_id: str
+    input: StageInput
+    final_stage: bool = False
+    consumers: tuple[bytes, ...] = field(default=())
+
+
+class Payload(msgspec.Struct, frozen=True):
+    """One tensor of one request in one step, as plain bytes.
+
+    Args:
+        dtype: Name of its dtype, as torch spells it.
+        shape: Its shape; the first dimension is rows.
+        first_row: Absolute position of its first row in the request.
+        data: The elements, C order.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    first_row: int
+    data: bytes | bytearray | memoryview
+
+
+def new_request_id(external_id: str | None = None) -> str:
+    """A submission's internal id: the external one, if any, with a random suffix of 12 hex digits."""
+    suffix = secrets.token_hex(6)
+    return f"{external_id}-{suffix}" if external_id else f"req-{suffix}"
+
+
+@dataclass(frozen=True, slots=True)
+class AudioChunk:
+    """A piece of a request's audio; the pieces arrive in order and none is missing.
+
+    Args:
+        request_id: The submission's internal id.
+        index: Position in the stream, from 0.
+        pcm: Mono samples, float32 in [-1, 1], [samples].
+        sample_rate: Samples a second.
+    """
+
+    request_id: str
+    index: int
+    pcm: Pcm
+    sample_rate: int
+
+    @property
+    def seconds(self) -> float:
+        """Playing time of this piece."""
+        return len(self.pcm) / self.sample_rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a finished request took.
+
+    Args:
+        prompt_tokens: Tokens of the AR stage's prompt.
+        output_tokens: Sampled tokens, the stop token included.
+        finish_reason: Why the AR stage stopped.
+        dropped_tokens: Sampled ids that stood for no audio frame.
+        text: The AR stage's text, where the request asked for it.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    finish_reason: FinishReason
+    dropped_tokens: int = 0
+    text: str | None = None

@@ -1,0 +1,350 @@
+"""Messages and their frames: the only place that knows what omnistage's bytes look like.
+
+A message on the data socket is ``topic | msgpack header | raw buffers``; on the control socket it is the
+header alone. Every decode validates before it allocates and raises :class:`ProtocolError`, nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+
+from omnistage.errors import ConfigError, OmniStageError, ProtocolError
+from omnistage.request import Start, Terminal, check_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PROTOCOL_VERSION: Final = 1
+MAX_HEADER_BYTES: Final = 4 << 20
+MAX_BUFFER_BYTES: Final = 256 << 20
+MAX_BUFFERS: Final = 1024
+
+_END: Final = b"\x00"
+ITEM_BYTES: Final[dict[str, int]] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+"""Bytes an element of each dtype that may cross."""
+
+Buffer = bytes | bytearray | memoryview
+
+
+def topic(channel: str, subscriber: str) -> bytes:
+    """The topic of one subscriber of one channel.
+
+    It ends in a byte that no name can hold: ZeroMQ matches topics by prefix, and ``d-1`` must not
+    receive what is meant for ``d-10``.
+
+    Raises:
+        ConfigError: A name that may not stand in a topic.
+    """
+    check_name(channel, "a channel name")
+    check_name(subscriber, "a subscriber id")
+    return f"{channel}/{subscriber}".encode() + _END
+
+
+def parse_topic(raw: bytes) -> tuple[str, str]:
+    """The (channel, subscriber) of a topic.
+
+    Raises:
+        ProtocolError: Bytes that :func:`topic` cannot have made.
+    """
+    try:
+        channel, subscriber = raw.removesuffix(_END).decode("ascii").split("/")
+        if topic(channel, subscriber) != raw:
+            raise ValueError(raw)
+    except (ValueError, ConfigError) as error:
+        raise ProtocolError(f"not a topic: {raw[:80]!r}") from error
+    return channel, subscriber
+
+
+class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that travels as a raw buffer after the header.
+
+    Args:
+        name: Key of the payload.
+        dtype: One of :data:`ITEM_BYTES`.
+        shape: Its shape; the first dimension is rows.
+        first_row: Absolute position of its first row in the request.
+        frame: Index of its buffer among the message's buffers, from 0.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    first_row: int
+    frame: int
+
+
+class Update(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What one request emitted in one step.
+
+    Args:
+        request_id: Internal id.
+        generation: Counts submissions of the sender; tells an id's lives apart.
+        segment: Counts the segments of a streaming request, from 0.
+        position: Index of ``ids[0]`` among all ids emitted for this segment.
+        ids: What the processor made of the sampled ids.
+        tensors: What it made of the payload.
+        start: On a request's first update, and only there.
+        terminal: On its last update, and only there.
+        segment_end: Whether a streaming segment ended here; more may follow.
+    """
+
+    request_id: str
+    generation: int = 0
+    segment: int = 0
+    position: int = 0
+    ids: tuple[int, ...] = ()
+    tensors: tuple[TensorInfo, ...] = ()
+    start: Start | None = None
+    terminal: Terminal | None = None
+    segment_end: bool = False
+
+
+class Data(msgspec.Struct, frozen=True, array_like=True, tag="data"):
+    """One step's updates for one topic.
+
+    Args:
+        version: :data:`PROTOCOL_VERSION` of the sender.
+        epoch: A random number a publisher chooses when it starts.
+        dp_index: The data-parallel rank of the engine that sent it.
+        sequence: Counts this topic's data messages in this epoch, from 0.
+        stamp: The sender's monotonic clock in ns when it built this; comparable on one host only.
+        updates: At most one a request.
+    """
+
+    version: int
+    epoch: int
+    dp_index: int
+    sequence: int
+    stamp: int
+    updates: tuple[Update, ...]
+
+
+class Subscribed(msgspec.Struct, frozen=True, array_like=True, tag="subscribed"):
+    """The publisher's answer to a subscription; before it nothing may be sent to that subscriber.
+
+    Args:
+        version: :data:`PROTOCOL_VERSION` of the sender.
+        epoch: As in :class:`Data`.
+        dp_index: As in :class:`Data`.
+        next_sequence: The sequence that the topic's next data message will have.
+    """
+
+    version: int
+    epoch: int
+    dp_index: int
+    next_sequence: int
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """An engine core's publisher introduces itself to the AR stage.
+
+    Args:
+        version: :data:`PROTOCOL_VERSION` of the sender.
+        epoch: As in :class:`Data`.
+        dp_index: As in :class:`Data`.
+        pid: Process id of the engine core.
+        data_endpoint: Where it publishes.
+    """
+
+    version: int
+    epoch: int
+    dp_index: int
+    pid: int
+    data_endpoint: str
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """A request that the engine side has given up: the AR stage aborts it in vLLM.
+
+    Args:
+        version: :data:`PROTOCOL_VERSION` of the sender.
+        request_id: Internal id, or what could be read of it.
+        kind: Class name of the error, from :mod:`omnistage.errors`.
+        error: What went wrong, a sentence.
+    """
+
+    version: int
+    request_id: str
+    kind: str
+    error: str
+
+
+class Admission(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What the AR stage tells its scheduler about a request, as bytes in ``extra_args["omnistage"]``.
+
+    Args:
+        version: :data:`PROTOCOL_VERSION` of the sender.
+        request_id: Internal id, the one on the wire.
+        generation: See :class:`Update`.
+        final_stage: Whether this AR stage is the request's last: nothing is ever published.
+        consumers: (channel, subscriber id) pairs.
+        start: Sent with the first update.
+    """
+
+    version: int
+    request_id: str
+    generation: int = 0
+    final_stage: bool = False
+    consumers: tuple[tuple[str, str], ...] = ()
+    start: Start = msgspec.field(default_factory=Start)
+
+
+DataMessage = Data | Subscribed
+ControlMessage = Hello | Failed
+
+_T = TypeVar("_T")
+_encoder = msgspec.msgpack.Encoder()
+_data_decoder = msgspec.msgpack.Decoder(DataMessage)
+_control_decoder = msgspec.msgpack.Decoder(ControlMessage)
+_admission_decoder = msgspec.msgpack.Decoder(Admission)
+
+
+def encode(message: DataMessage | ControlMessage | Admission) -> bytes:
+    """The msgpack header of a message."""
+    return _encoder.encode(message)
+
+
+def decode_data(header: Buffer, buffers: Sequence[Buffer] = ()) -> DataMessage:
+    """Decode and validate a header and the buffers it describes.
+
+    Raises:
+        ProtocolError: Another version, malformed bytes, or a tensor whose dtype, shape and buffer disagree.
+    """
+    message = _decode(_data_decoder, header)
+    if isinstance(message, Data):
+        _check_tensors(message, buffers)
+    elif buffers:
+        raise ProtocolError(f"a {type(message).__name__} message carries no buffers")
+    return message
+
+
+def decode_control(header: Buffer) -> ControlMessage:
+    """Decode and validate a control message.
+
+    Raises:
+        ProtocolError: Another version or malformed bytes.
+    """
+    return _decode(_control_decoder, header)
+
+
+def decode_admission(raw: object) -> Admission:
+    """Decode what stands in ``extra_args["omnistage"]``.
+
+    Raises:
+        ProtocolError: No bytes, another version, malformed bytes or names that cannot be topics.
+    """
+    if not isinstance(raw, bytes | bytearray | memoryview):
+        raise ProtocolError(f"admission record must be bytes, got {type(raw).__name__}")
+    record = _decode(_admission_decoder, raw)
+    try:
+        for channel, subscriber in record.consumers:
+            topic(channel, subscriber)
+    except ConfigError as error:
+        raise ProtocolError(str(error)) from error
+    return record
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], header: Buffer) -> _T:
+    if len(header) > MAX_HEADER_BYTES:
+        raise ProtocolError(
+            f"header of {len(header)} bytes exceeds the limit of {MAX_HEADER_BYTES}"
+        )
+    try:
+        message = decoder.decode(header)
+    # RecursionError: nested deeper than the decoder follows. OmniStageError: a struct's own check.
+    except (msgspec.MsgspecError, ValueError, RecursionError, OmniStageError) as error:
+        raise ProtocolError(_explain(header, error)) from error
+    version = getattr(message, "version", None)
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(_mismatch(version))
+    return message
+
+
+def _explain(header: Buffer, error: Exception) -> str:
+    """Name another version as such: its fields may differ, so that decoding fails before the check."""
+    try:
+        fields: Any = msgspec.msgpack.decode(header)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return f"malformed header: {error}"
+    if isinstance(fields, list) and len(fields) > 1:
+        version = fields[1] if isinstance(fields[0], str) else fields[0]
+        if isinstance(version, int) and version != PROTOCOL_VERSION:
+            return _mismatch(version)
+    return f"malformed header: {error}"
+
+
+def _mismatch(version: object) -> str:
+    return (
+        f"peer speaks protocol {version}, this side {PROTOCOL_VERSION}; "
+        "install the same omnistage release on both"
+    )
+
+
+def _check_tensors(message: Data, buffers: Sequence[Buffer]) -> None:
+    if len(buffers) > MAX_BUFFERS:
+        raise ProtocolError(f"{len(buffers)} buffers exceed the limit of {MAX_BUFFERS}")
+    claimed = [info for update in message.updates for info in update.tensors]
+    if sorted(info.frame for info in claimed) != list(range(len(buffers))):
+        raise ProtocolError(f"{len(claimed)} tensors do not match {len(buffers)} buffers")
+    for info in claimed:
+        size = buffer_bytes(info)
+        actual = memoryview(buffers[info.frame]).nbytes
+        if size != actual:
+            raise ProtocolError(
+                f"tensor {info.name!r} {info.dtype}{list(info.shape)} needs {size} bytes, "
+                f"its buffer has {actual}"
+            )
+
+
+def buffer_bytes(info: TensorInfo) -> int:
+    """Bytes that a tensor of this dtype and shape occupies.
+
+    Raises:
+        ProtocolError: An unknown dtype, a negative dimension, or more than :data:`MAX_BUFFER_BYTES`.
+    """
+    item = ITEM_BYTES.get(info.dtype)
+    if item is None:
+        raise ProtocolError(f"tensor {info.name!r} has unknown dtype {info.dtype!r}")
+    if len(info.shape) > 8 or any(n < 0 for n in info.shape) or info.first_row < 0:
+        raise ProtocolError(f"tensor {info.name!r} has impossible shape {info.shape[:9]}")
+    size = item * math.prod(info.shape)
+    if size > MAX_BUFFER_BYTES:
+        raise ProtocolError(
+            f"tensor {info.name!r} of {size} bytes exceeds the limit of {MAX_BUFFER_BYTES}"
+        )
+    return size
+
+
+__all__ = [
+    "Admission",
+    "ControlMessage",
+    "Data",
+    "DataMessage",
+    "Failed",
+    "Hello",
+    "Subscribed",
+    "TensorInfo",
+    "Update",
+    "decode_admission",
+    "decode_control",
+    "decode_data",
+    "encode",
+    "parse_topic",
+    "topic",
+]
