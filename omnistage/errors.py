@@ -1,6 +1,7 @@
 """Every error omnistage raises, in one tree.
 
-The branch says whose move it is, the attributes say where it happened, the message says what to do::
+The branch says whose move it is, the attributes say where it happened, the message says what to
+do::
 
     OmniStageError
     ├── ClientError                 the caller can fix it (HTTP 4xx)

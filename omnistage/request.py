@@ -1,6 +1,7 @@
 """The values that move through a pipeline: what is asked, what the AR stage emits, what is played.
 
-Plain structs without behaviour beyond their own invariants; nothing here knows vLLM, torch or ZeroMQ.
+Plain structs without behaviour beyond their own invariants; nothing here knows vLLM, torch or
+ZeroMQ.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import enum
 import re
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,12 +34,13 @@ def check_name(name: str, what: str) -> str:
     """Return ``name`` if it can name a channel, subscriber or stage.
 
     Raises:
-        ConfigError: It is empty, longer than 64 characters, or holds a character that a topic may not.
+        ConfigError: It is empty, longer than 64 characters, or holds a character that a topic may
+            not.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{what} must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit, "
-            f"got {name!r}"
+            f"{what} must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or "
+            f"digit, got {name!r}"
         )
     return name
 
@@ -56,9 +58,9 @@ class FinishReason(enum.StrEnum):
 class ChunkPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many new frames a decode takes, fixed for a request when it starts.
 
-    The first chunk decides the time to first audio, the growth avoids a gap after it, the steady size
-    decides how often the decoder repeats its context. Chunk k has ``first * growth**k`` frames, rounded
-    down, and never more than ``steady``.
+    The first chunk decides the time to first audio, the growth avoids a gap after it, the steady
+    size decides how often the decoder repeats its context. Chunk k has ``first * growth**k``
+    frames, rounded down, and never more than ``steady``.
 
     Args:
         first: Frames in the first chunk, at least 1.
@@ -157,14 +159,14 @@ class StageRequest:
         external_id: What the caller calls it; two submissions may share it.
         input: What was asked.
         final_stage: Whether the AR stage is the last one, so that nothing is published.
-        consumers: Topics that receive the AR stage's updates.
+        consumers: (channel, subscriber id) pairs that receive the AR stage's updates.
     """
 
     request_id: str
     external_id: str
     input: StageInput
     final_stage: bool = False
-    consumers: tuple[bytes, ...] = field(default=())
+    consumers: tuple[tuple[str, str], ...] = ()
 
 
 class Payload(msgspec.Struct, frozen=True):
@@ -184,7 +186,7 @@ class Payload(msgspec.Struct, frozen=True):
 
 
 def new_request_id(external_id: str | None = None) -> str:
-    """A submission's internal id: the external one, if any, with a random suffix of 12 hex digits."""
+    """A submission's internal id: the external one, if any, and 12 random hex digits."""
     suffix = secrets.token_hex(6)
     return f"{external_id}-{suffix}" if external_id else f"req-{suffix}"
 

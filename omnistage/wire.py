@@ -1,7 +1,8 @@
 """Messages and their frames: the only place that knows what omnistage's bytes look like.
 
-A message on the data socket is ``topic | msgpack header | raw buffers``; on the control socket it is the
-header alone. Every decode validates before it allocates and raises :class:`ProtocolError`, nothing else.
+A message on the data socket is ``topic | msgpack header | raw buffers``; on the control socket it
+is the header alone. Every decode validates before it allocates and raises :class:`ProtocolError`,
+nothing else.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What the AR stage tells its scheduler about a request, as bytes in ``extra_args["omnistage"]``.
+    """What the AR stage tells its scheduler about a request: ``extra_args["omnistage"]``.
 
     Args:
         version: :data:`PROTOCOL_VERSION` of the sender.
@@ -224,7 +225,8 @@ def decode_data(header: Buffer, buffers: Sequence[Buffer] = ()) -> DataMessage:
     """Decode and validate a header and the buffers it describes.
 
     Raises:
-        ProtocolError: Another version, malformed bytes, or a tensor whose dtype, shape and buffer disagree.
+        ProtocolError: Another version, malformed bytes, or a tensor whose dtype, shape and buffer
+            disagree.
     """
     message = _decode(_data_decoder, header)
     if isinstance(message, Data):
@@ -277,7 +279,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], header: Buffer) -> _T:
 
 
 def _explain(header: Buffer, error: Exception) -> str:
-    """Name another version as such: its fields may differ, so that decoding fails before the check."""
+    """Name another version as such: its fields may differ, and decoding fails before the check."""
     try:
         fields: Any = msgspec.msgpack.decode(header)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -316,7 +318,8 @@ def buffer_bytes(info: TensorInfo) -> int:
     """Bytes that a tensor of this dtype and shape occupies.
 
     Raises:
-        ProtocolError: An unknown dtype, a negative dimension, or more than :data:`MAX_BUFFER_BYTES`.
+        ProtocolError: An unknown dtype, a negative dimension, or more than
+            :data:`MAX_BUFFER_BYTES`.
     """
     item = ITEM_BYTES.get(info.dtype)
     if item is None:

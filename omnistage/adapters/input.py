@@ -1,6 +1,7 @@
 """Input adapters: from what a caller gives to what vLLM takes.
 
-They produce a prompt and sampling fields as plain values; the AR stage makes vLLM's own objects of them.
+They produce a prompt and sampling fields as plain values; the AR stage makes vLLM's own objects of
+them.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class TextInput:
         )
 
 
-def copy_prompt(prompt: str | Sequence[int]) -> str | list[int]:
+def copy_prompt(prompt: object) -> str | list[int]:
     """The prompt as vLLM takes it, owned by us: vLLM extends a streaming request's list in place.
 
     Raises:
@@ -76,7 +77,7 @@ def copy_prompt(prompt: str | Sequence[int]) -> str | list[int]:
             f"a prompt is text or a sequence of token ids, got {type(prompt).__name__}",
             parameter="prompt",
         )
-    ids = list(prompt)
+    ids: list[Any] = list(prompt)
     if not ids:
         raise InvalidRequest("the prompt has no ids; give at least one", parameter="prompt")
     for token in ids:
@@ -114,8 +115,8 @@ def check_consumable(sampling: Mapping[str, Any]) -> None:
     """Refuse sampling fields that a downstream consumer would be harmed by.
 
     Raises:
-        InvalidRequest: ``stop`` strings (vLLM's front-end matches them after later ids were published) or
-            ``n > 1`` (the children would share one record).
+        InvalidRequest: ``stop`` strings (vLLM's front-end matches them after later ids were
+            published) or ``n > 1`` (the children would share one record).
     """
     if sampling.get("stop"):
         raise InvalidRequest(

@@ -1,7 +1,7 @@
 """Chunk processors: what becomes of a request's sampled ids and tensors before they are published.
 
-They run in the engine core's publisher thread, not in the scheduler's, but share its interpreter: an
-update should take microseconds.
+They run in the engine core's publisher thread, not in the scheduler's, but share its interpreter:
+an update should take microseconds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Step(NamedTuple):
     """What one request got in one step.
 
     Args:
-        ids: The ids sampled in this step, committed by the scheduler; empty for a step that only brought
-            tensors.
+        ids: The ids sampled in this step, committed by the scheduler; empty for a step that only
+            brought tensors.
         position: Index of ``ids[0]`` among the ids sampled for this segment.
         tensors: The worker's payload of this step, by key.
     """
@@ -51,13 +51,13 @@ class Emission(NamedTuple):
 class ChunkProcessor(Protocol):
     """Turns a request's steps into what its consumers receive.
 
-    An instance is configuration, shared by all requests of a channel and sent to the engine process, so it
-    must be picklable; what belongs to a request lives in the state that ``open`` returns. A call that
-    raises fails its own request and no other.
+    An instance is configuration, shared by all requests of a channel and sent to the engine
+    process, so it must be picklable; what belongs to a request lives in the state that ``open``
+    returns. A call that raises fails its own request and no other.
 
     Attributes:
-        requires_token_updates: Whether steps that sampled ids but brought no tensor are of interest. A
-            processor that leaves it False is called for tensors and at the end only.
+        requires_token_updates: Whether steps that sampled ids but brought no tensor are of
+            interest. A processor that leaves it False is called for tensors and at the end only.
     """
 
     requires_token_updates: bool
@@ -97,11 +97,12 @@ class TokenUpdates:
 class CodecFrames(msgspec.Struct, frozen=True, kw_only=True):
     """Turns sampled ids into whole frames of codebook indices, frame after frame.
 
-    An id of codebook k is ``first_id + k * stride + index`` with an index in ``[0, codebook_size)``; the
-    codebooks of a frame follow one another. With ``stride=0`` all codebooks share one range of ids: an id
-    outside it is removed and counted. Otherwise the id also says which codebook it is for: one that is not
-    the expected one's breaks the frame, so that the partial frame and the id are removed and counted, and
-    the next id of codebook 0 starts anew. A partial frame at the end is removed and counted.
+    An id of codebook k is ``first_id + k * stride + index`` with an index in ``[0,
+    codebook_size)``; the codebooks of a frame follow one another. With ``stride=0`` all codebooks
+    share one range of ids: an id outside it is removed and counted. Otherwise the id also says
+    which codebook it is for: one that is not the expected one's breaks the frame, so that the
+    partial frame and the id are removed and counted, and the next id of codebook 0 starts anew. A
+    partial frame at the end is removed and counted.
 
     Args:
         first_id: The vocabulary id of codebook 0's index 0.

@@ -1,4 +1,4 @@
-"""What the scheduler thread does for omnistage: note who is served, collect each step, hand it over.
+"""The scheduler thread's share: note who is served, collect each step, hand it over.
 
 It reads vLLM's outputs and changes nothing of vLLM's; it never raises and never waits.
 """
@@ -25,7 +25,7 @@ _NO_PAYLOAD: Final[Mapping[str, Mapping[str, Payload]]] = {}
 
 
 class Record:
-    """A live request with a consumer; the publisher thread keys its own state by the same object."""
+    """A live request with a consumer; the publisher thread keys its state by the same object."""
 
     __slots__ = ("admission", "segment", "takes_tokens", "tokens", "total")
 
@@ -215,8 +215,8 @@ class StepCollector:
         step = StepEvents(time.monotonic_ns(), events)
         if self.steps.put(step):
             return
-        # Full: these updates are lost, so their requests must fail. One event each and then the record is
-        # gone, so that what exceeds the limit is bounded by the requests that are alive.
+        # Full: these updates are lost, so their requests must fail. One event each and then the
+        # record is gone, so that what exceeds the limit is bounded by the requests that are alive.
         error = ("the publisher is behind; the step queue is full", SubscriberStalled.__name__)
         lost = {event.record: None for event in events}
         self._records = {k: r for k, r in self._records.items() if r not in lost}

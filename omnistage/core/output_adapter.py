@@ -1,4 +1,4 @@
-"""The output adapter: from a step's events to the messages of each topic, through the chunk processors.
+"""The output adapter: from a step's events to each topic's messages, through the processors.
 
 It runs in the publisher thread, does no I/O, and holds the state of every request that is open on a
 channel: exactly one terminal leaves for each of its topics, whatever happens.
@@ -181,7 +181,8 @@ class OutputAdapter:
             self._end_in_error(batch, event.record, request, message, kind)
             return
         request_id = event.record.admission.request_id
-        # All channels before any is sent: a processor that raises must not leave half a step behind.
+        # All channels before any is sent: a processor that raises must not leave half a step
+        # behind.
         emissions = [self._emit(channel, event, request_id) for channel in request.channels]
         for channel, (ids, tensors) in zip(request.channels, emissions, strict=True):
             self._publish(batch, event, channel, ids, tensors)
@@ -282,8 +283,8 @@ class OutputAdapter:
         self.slow_steps += 1
         if self.slow_steps == 1:
             log.warning(
-                "processor %s took %.1f ms for one step of one request; it shares the interpreter with "
-                "the scheduler and slows every request (logged once)",
+                "processor %s took %.1f ms for one step of one request; it shares the "
+                "interpreter with the scheduler and slows every request (logged once)",
                 type(processor).__name__,
                 took_ns / 1e6,
             )

@@ -1,7 +1,7 @@
 """vLLM's schedulers with omnistage's output adapter attached: they read outputs and decide nothing.
 
-Every override calls ``super()``; what happens around the call is the step collector's work, and an error
-there costs a request its consumer, never the engine its life.
+Every override calls ``super()``; what happens around the call is the step collector's work, and an
+error there costs a request its consumer, never the engine its life.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# vLLM kills an engine that takes longer than 5 s to stop, and its workers' own end comes out of these.
+# vLLM kills an engine that takes longer than 5 s to stop, and its workers' own end comes out of
+# these.
 _CLOSE_SECONDS: Final = 1.0
 
 
 class OmniARSchedulerMixin(Scheduler):
     """Attaches the output adapter to one of vLLM's schedulers.
 
-    Without an AR stage's wiring in ``additional_config``, or where ``__init__`` never ran, it is the base
-    class and nothing else.
+    Without an AR stage's wiring in ``additional_config``, or where ``__init__`` never ran, it is
+    the base class and nothing else.
     """
 
     _omni_collector: StepCollector | None = None
@@ -60,7 +61,7 @@ class OmniARSchedulerMixin(Scheduler):
         self._omni_publisher.start()
 
     def add_request(self, request: Request) -> None:
-        """Queue a request as vLLM does, and note its consumers; a streaming update has them already."""
+        """Queue a request as vLLM does, and note its consumers if it is new."""
         collector = self._omni_collector
         new = collector is not None and request.request_id not in self.requests
         super().add_request(request)

@@ -1,4 +1,4 @@
-"""What an AR stage hands to the scheduler in its engine process, through vLLM's ``additional_config``."""
+"""What an AR stage hands to its scheduler, through vLLM's ``additional_config``."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Wiring(msgspec.Struct, frozen=True, kw_only=True):
 class WiredConfig(dict[str, Any]):
     """vLLM's ``additional_config`` with the wiring beside its items.
 
-    vLLM makes the items part of its compile-cache key: endpoints differ from start to start and would
-    make every start a cache miss, so they ride as an attribute.
+    vLLM makes the items part of its compile-cache key: endpoints differ from start to start and
+    would make every start a cache miss, so they ride as an attribute.
     """
 
     def __init__(self, items: Mapping[str, Any], wiring: Wiring) -> None:

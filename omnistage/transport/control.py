@@ -46,12 +46,12 @@ class ControlServer:
         self.endpoint = listen(self._socket, bind, endpoints.directory)
         self._reader = SocketReader(self._socket, self._on_message)
 
-    async def wait_for_hellos(self, count: int, *, timeout: float) -> list[Hello]:
+    async def wait_for_hellos(self, count: int, *, within: float) -> list[Hello]:
         """Wait until ``count`` engine cores have said hello.
 
         Args:
             count: Number of data-parallel ranks.
-            timeout: Seconds to wait.
+            within: Seconds to wait.
 
         Returns:
             Their hellos, by rank.
@@ -59,13 +59,13 @@ class ControlServer:
         Raises:
             StartupError: Fewer came in time.
         """
-        with anyio.move_on_after(timeout):
+        with anyio.move_on_after(within):
             while len(self.hellos) < count:
                 self._changed.clear()
                 await self._changed.wait()
         if len(self.hellos) < count:
             raise StartupError(
-                f"{len(self.hellos)} of {count} engine cores said hello within {timeout:g} s; "
+                f"{len(self.hellos)} of {count} engine cores said hello within {within:g} s; "
                 "the engine's log says what the others did"
             )
         return [self.hellos[index] for index in sorted(self.hellos)]

@@ -1,4 +1,4 @@
-"""Where sockets live: a private directory for ipc paths, loopback tcp, and the options every socket gets.
+"""Where sockets live: a private directory for ipc, loopback tcp, and the options all of them get.
 
 An :class:`Endpoints` owns one ZeroMQ context and one directory; closing it removes both.
 """
@@ -90,7 +90,7 @@ def check_bind(bind: str) -> str:
     ):
         return bind
     raise ConfigError(
-        f"cannot bind to {bind!r}: use 'ipc', or 'tcp://127.0.0.1:PORT' where port 0 picks a free one"
+        f"cannot bind to {bind!r}: use 'ipc', or 'tcp://127.0.0.1:PORT'; port 0 picks a free one"
     )
 
 

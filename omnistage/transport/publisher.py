@@ -1,7 +1,8 @@
-"""The publisher: one thread that owns an engine core's sockets and sends what the output adapter builds.
+"""The publisher: one thread that owns an engine core's sockets and sends what is handed over.
 
-It numbers the messages of each topic, answers subscriptions, reports failed requests over the control
-socket and ends the engine when the process that started it is gone. It knows no request and no scheduler.
+It numbers the messages of each topic, answers subscriptions, reports failed requests over the
+control socket and ends the engine when the process that started it is gone. It knows no request and
+no scheduler.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ class Publisher:
         try:
             self._serve(context)
         except Exception:
-            # Without this thread every request would wait for ever; vLLM's own shutdown fails them all.
+            # Without this thread every request would wait for ever; vLLM's own shutdown fails them
+            # all.
             log.critical("the publisher failed; stopping the engine", exc_info=True)
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
@@ -159,7 +161,8 @@ class Publisher:
                 ready = dict(poller.poll())
                 if owner is not None and owner in ready:
                     _end_orphan(poller, owner)
-                # Subscriptions first: a request is admitted only after its subscription was answered.
+                # Subscriptions first: a request is admitted only after its subscription was
+                # answered.
                 self._answer_subscriptions(data)
                 self._publish(data, control)
         self._publish(data, control)
@@ -230,7 +233,7 @@ class Publisher:
 
 @contextlib.contextmanager
 def _watch(pid: int) -> Iterator[int | None]:
-    """A descriptor that becomes readable when process ``pid`` ends; None if it is not our parent."""
+    """A descriptor that gets readable when process ``pid`` ends; None if it is not our parent."""
     if pid != os.getppid():
         # In-process engine (or orphaned before we got here: then vLLM's handshake fails by itself).
         yield None

@@ -1,7 +1,7 @@
 """Reading a ZeroMQ socket on an asyncio loop through its file descriptor.
 
-Five to ten times the message rate of ``zmq.asyncio`` at less latency, for the price of one rule: the
-descriptor is edge-triggered, so that a drain must be scheduled whenever the socket was touched.
+Five to ten times the message rate of ``zmq.asyncio`` at less latency, for the price of one rule:
+the descriptor is edge-triggered, so that a drain must be scheduled whenever the socket was touched.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ BUDGET_NS: Final = 1_000_000
 class SocketReader:
     """Calls back for every message of a socket, in order, on the event loop.
 
-    A drain ends after ``max_messages`` or ``budget_ns`` and continues on the loop's next round, so that a
-    busy socket does not starve other coroutines. A callback that raises is logged and loses only its own
-    message.
+    A drain ends after ``max_messages`` or ``budget_ns`` and continues on the loop's next round, so
+    that a busy socket does not starve other coroutines. A callback that raises is logged and loses
+    only its own message.
 
     Args:
         socket: The socket to read; the reader does not own it.

@@ -1,7 +1,7 @@
 """The subscriber: one topic's updates, from every publisher that serves it, on the event loop.
 
-It confirms its subscription, checks the sequence and tells its handler about every gap; what an update
-means is the handler's business.
+It confirms its subscription, checks the sequence and tells its handler about every gap; what an
+update means is the handler's business.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class UpdateHandler(Protocol):
 class Subscriber:
     """Subscribes one topic at one or more publishers.
 
-    Updates of one publisher arrive in order, each once; a gap is reported before the update behind it.
-    Frames that are no message of this protocol are counted and dropped; the gap they leave is noticed.
+    Updates of one publisher arrive in order, each once; a gap is reported before the update behind
+    it. Frames that are no message of this protocol are counted and dropped; the gap they leave is
+    noticed.
 
     Args:
         endpoints: Whose context to use.
@@ -75,12 +76,12 @@ class Subscriber:
         self._socket.setsockopt(zmq.SUBSCRIBE, self.topic)
         self._reader = SocketReader(self._socket, self._on_message)
 
-    async def connect(self, publishers: Sequence[str], *, timeout: float) -> None:
+    async def connect(self, publishers: Sequence[str], *, within: float) -> None:
         """Connect to the publishers and wait until each has confirmed the subscription.
 
         Args:
             publishers: Their data endpoints, one a data-parallel rank.
-            timeout: Seconds to wait.
+            within: Seconds to wait.
 
         Raises:
             StartupError: Not all have confirmed in time.
@@ -89,12 +90,13 @@ class Subscriber:
         for endpoint in publishers:
             self._socket.connect(endpoint)
         self._reader.touch()
-        with anyio.move_on_after(timeout) as scope:
+        with anyio.move_on_after(within) as scope:
             await self._confirmed.wait()
         if scope.cancelled_caught:
             raise StartupError(
-                f"{len(self._expected)} of {self._publishers} publishers confirmed the subscription "
-                f"of {self.topic!r} within {timeout:g} s; is the AR stage running at {list(publishers)}?"
+                f"{len(self._expected)} of {self._publishers} publishers confirmed the "
+                f"subscription of {self.topic!r} within {within:g} s; is the AR stage running at "
+                f"{list(publishers)}?"
             )
 
     def close(self) -> None:

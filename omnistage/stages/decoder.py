@@ -1,0 +1,344 @@
+"""The decoder stage: a channel's updates in, each request's audio out, decoded in batches.
+
+It subscribes to an AR stage's publishers and does not know where they are. Decoding runs in one
+worker thread; everything else happens on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from anyio import CapacityLimiter, to_thread
+
+from omnistage import errors
+from omnistage.config import AUDIO
+from omnistage.decoders.window import WindowedDecoder
+from omnistage.errors import (
+    DecoderError,
+    OmniStageError,
+    ProtocolError,
+    ServerError,
+    StageClosed,
+    StartupError,
+    UpdatesLost,
+)
+from omnistage.request import AudioChunk, ChunkPolicy, Pcm, Start, Terminal
+from omnistage.transport.subscriber import Subscriber
+from omnistage.wire import parse_topic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omnistage.config import DecoderStageConfig
+    from omnistage.decoders.base import Decoder
+    from omnistage.decoders.window import WindowedStream
+    from omnistage.transport.endpoints import Endpoints
+    from omnistage.wire import Buffer, Update
+
+log = logging.getLogger(__name__)
+
+
+class AudioSink(Protocol):
+    """Who receives one request's audio; called on the event loop, must not block."""
+
+    def on_chunk(self, chunk: AudioChunk) -> None:
+        """The next piece of audio."""
+        ...
+
+    def on_end(self, terminal: Terminal) -> None:
+        """All audio has been given; called once, and nothing follows."""
+        ...
+
+    def on_error(self, error: OmniStageError) -> None:
+        """The request failed in this stage; called once, and nothing follows."""
+        ...
+
+
+class _Decoding:
+    """One request between its first update and its last sample."""
+
+    def __init__(self, request_id: str, sink: AudioSink) -> None:
+        self.request_id = request_id
+        self.sink = sink
+        self.stream: WindowedStream | None = None  # until the start record is here
+        self.chunks = ChunkPolicy()
+        self.chunk_index = 0
+        self.position = 0
+        self.wanted = 0  # frames until the next chunk can be decoded
+        self.terminal: Terminal | None = None
+        self.dropped = False
+        self.busy = False  # its stream is in the worker thread
+
+
+class DecoderStage:
+    """Decodes the requests of a channel.
+
+    A request is opened before it is submitted to the AR stage, and ends in exactly one call of its
+    sink's ``on_end`` or ``on_error``, unless it is dropped before.
+
+    Args:
+        config: What decodes, and in which portions.
+        endpoints: This process's sockets.
+        channel: The channel to subscribe.
+    """
+
+    def __init__(
+        self, config: DecoderStageConfig, endpoints: Endpoints, *, channel: str = AUDIO
+    ) -> None:
+        self.name = config.name
+        self.late_updates = 0
+        self._config = config
+        self._channel = channel
+        self._endpoints = endpoints
+        self._limiter = CapacityLimiter(1)
+        self._open: dict[str, _Decoding] = {}
+        self._due: dict[str, _Decoding] = {}  # those worth a look, in the order they became so
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._closed: StageClosed | None = None
+        self._decoder: Decoder | None = None
+        self._windowed: WindowedDecoder | None = None
+        self._subscriber: Subscriber | None = None
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def consumer(self) -> tuple[str, str]:
+        """The (channel, subscriber id) that updates for this stage must be published to."""
+        if self._subscriber is None:
+            raise StageClosed("the stage is not subscribed", stage=self.name)
+        return parse_topic(self._subscriber.topic)
+
+    @property
+    def sample_rate(self) -> int:
+        """Samples a second of the audio it makes."""
+        if self._decoder is None:
+            raise StageClosed("the stage is not started", stage=self.name)
+        return self._decoder.sample_rate
+
+    async def start(self) -> None:
+        """Build the decoder and decode a window of zeros, so that the first request is warm.
+
+        Raises:
+            StartupError: The decoder could not be built or does not keep its declaration.
+        """
+        try:
+            await to_thread.run_sync(self._build, limiter=self._limiter)
+        except OmniStageError:
+            raise
+        except Exception as error:
+            raise StartupError(
+                f"the decoder could not be built: {type(error).__name__}: {error}", stage=self.name
+            ) from error
+
+    async def subscribe(self, publishers: Sequence[str], subscriber: str, *, within: float) -> None:
+        """Subscribe the channel at an AR stage's publishers.
+
+        Args:
+            publishers: Their data endpoints.
+            subscriber: This stage's id among the channel's subscribers.
+            within: Seconds to wait for the confirmations.
+
+        Raises:
+            StartupError: Not all publishers have confirmed in time.
+        """
+        self._subscriber = Subscriber(self._endpoints, self._channel, subscriber, self)
+        await self._subscriber.connect(publishers, within=within)
+        log.info("stage %s subscribed %s", self.name, self._channel)
+
+    def open(self, request_id: str, sink: AudioSink) -> None:
+        """Expect a request's updates; must be called before it is submitted.
+
+        Raises:
+            StageClosed: The stage is stopping or stopped.
+        """
+        if self._closed is not None:
+            raise self._closed
+        self._open[request_id] = _Decoding(request_id, sink)
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request: its sink is not called again, later updates are ignored. Idempotent."""
+        request = self._open.pop(request_id, None)
+        if request is not None:
+            request.dropped = True
+            self._due.pop(request_id, None)
+            self._check_idle()
+
+    def has_ended(self, request_id: str) -> bool:
+        """Whether the request's last update is here, its audio perhaps still being decoded."""
+        request = self._open.get(request_id)
+        return request is not None and request.terminal is not None
+
+    async def serve(self) -> None:
+        """Decode what is ready until cancelled."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while batch := self._take_ready():
+                await self._decode(batch)
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait for the open ones."""
+        self._close("the stage is draining and takes no requests")
+        while self._open:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def aclose(self) -> None:
+        """Fail what is open and unsubscribe. Idempotent."""
+        self._close("the stage is closed")
+        for request in list(self._open.values()):
+            self._fail(request, StageClosed("the stage is closed", stage=self.name))
+        if self._subscriber is not None:
+            self._subscriber.close()
+
+    def on_update(self, update: Update, buffers: Sequence[Buffer], stamp: int) -> None:
+        """Take one request's update from the subscriber."""
+        request = self._open.get(update.request_id)
+        if request is None:
+            # Aborted, failed or another subscriber's: the AR stage learns that by its own way.
+            self.late_updates += 1
+            return
+        try:
+            self._take(request, update)
+        except OmniStageError as error:
+            self._fail(request, error)
+
+    def on_lost(self, error: UpdatesLost) -> None:
+        """Fail every open request: whose updates were lost cannot be known."""
+        for request in list(self._open.values()):
+            self._fail(request, UpdatesLost(error.message))
+
+    def _build(self) -> None:
+        decoder = self._config.build()
+        windowed = WindowedDecoder(decoder)
+        frames = decoder.left_context + 1 + decoder.right_context
+        windowed.decode_clip(np.zeros((frames, decoder.codebooks), np.int64))
+        self._decoder, self._windowed = decoder, windowed
+
+    def _take(self, request: _Decoding, update: Update) -> None:
+        if update.start is not None:
+            self._begin(request, update.start)
+        if request.stream is None or self._decoder is None:
+            raise ProtocolError("data came before the request's start record")
+        if update.position != request.position:
+            raise UpdatesLost(
+                f"ids from {update.position} came where {request.position} was due",
+            )
+        if update.ids:
+            width = self._decoder.codebooks
+            if len(update.ids) % width:
+                raise ProtocolError(f"{len(update.ids)} ids are no whole frames of {width}")
+            request.position += len(update.ids)
+            request.stream.push(np.array(update.ids, np.int64).reshape(-1, width))
+            request.wanted -= len(update.ids) // width
+        if update.terminal is not None:
+            if update.terminal.error is not None:
+                raise error_of(update.terminal)
+            request.terminal = update.terminal
+            request.stream.finish()
+        self._consider(request)
+
+    def _consider(self, request: _Decoding) -> None:
+        """Have the request decoded if a chunk is there; one in the thread comes again after it."""
+        if not request.busy and (request.wanted <= 0 or request.terminal is not None):
+            self._due[request.request_id] = request
+            self._work.set()
+
+    def _begin(self, request: _Decoding, start: Start) -> None:
+        if request.stream is not None or self._windowed is None:
+            raise ProtocolError("a second start record for one request")
+        request.chunks = start.chunks or self._config.chunks
+        request.stream = self._windowed.open(start.seed)
+        self._want(request)
+
+    def _want(self, request: _Decoding) -> None:
+        """Note how many frames must come before the next chunk can be decoded."""
+        if request.stream is not None and self._decoder is not None:
+            size = request.chunks.size(request.chunk_index)
+            request.wanted = size + self._decoder.right_context - request.stream.pending
+
+    def _take_ready(self) -> list[_Decoding]:
+        batch = list(islice(self._due.values(), self._config.max_batch))
+        for request in batch:
+            del self._due[request.request_id]
+            request.busy = True
+        return batch
+
+    async def _decode(self, batch: list[_Decoding]) -> None:
+        work = [
+            (request.stream, request.chunks.size(request.chunk_index))
+            for request in batch
+            if request.stream is not None
+        ]
+        results = await to_thread.run_sync(self._run, work, limiter=self._limiter)
+        for request, result in zip(batch, results, strict=True):
+            request.busy = False
+            if request.dropped:
+                continue
+            if isinstance(result, DecoderError):
+                result.request_id, result.stage = request.request_id, self.name
+                self._fail(request, result)
+            else:
+                self._deliver(request, result)
+
+    def _run(self, work: list[tuple[WindowedStream, int]]) -> list[Pcm | DecoderError]:
+        """Decode a batch in the worker thread; one that fails is repeated stream by stream."""
+        windowed = self._windowed
+        if windowed is None:
+            raise StageClosed("the stage is not started", stage=self.name)
+        try:
+            return list(windowed.decode(work))
+        except DecoderError as error:
+            if len(work) == 1:
+                log.exception("stage %s: a decode failed", self.name)
+                return [error]
+        return [self._run([item])[0] for item in work]
+
+    def _deliver(self, request: _Decoding, pcm: Pcm) -> None:
+        if len(pcm):
+            chunk = AudioChunk(request.request_id, request.chunk_index, pcm, self.sample_rate)
+            request.chunk_index += 1
+            request.sink.on_chunk(chunk)
+        if request.dropped:  # by the sink
+            return
+        stream, terminal = request.stream, request.terminal
+        if terminal is not None and stream is not None and stream.done:
+            self._forget(request)
+            request.sink.on_end(terminal)
+            return
+        self._want(request)
+        self._consider(request)
+
+    def _fail(self, request: _Decoding, error: OmniStageError) -> None:
+        self._forget(request)
+        error.request_id = error.request_id or request.request_id
+        error.stage = error.stage or self.name
+        request.sink.on_error(error)
+
+    def _forget(self, request: _Decoding) -> None:
+        request.dropped = True
+        self._open.pop(request.request_id, None)
+        self._due.pop(request.request_id, None)
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if not self._open:
+            self._idle.set()
+
+    def _close(self, why: str) -> None:
+        if self._closed is None:
+            self._closed = StageClosed(why, stage=self.name)
+
+
+def error_of(terminal: Terminal) -> OmniStageError:
+    """The error that a terminal reports, as its own class where we know it."""
+    kind: Callable[[str], OmniStageError] = getattr(errors, terminal.kind or "", ServerError)
+    if not (isinstance(kind, type) and issubclass(kind, OmniStageError)):
+        kind = ServerError
+    return kind(terminal.error or "the AR stage failed the request")
