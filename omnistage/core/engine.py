@@ -11,6 +11,7 @@ import os
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final
 
+from anyio import to_thread
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
@@ -102,9 +103,12 @@ class Engine:
         """Abort a request, whether or not vLLM knows it (yet)."""
         await self._llm.abort(request_id)
 
-    def shutdown(self) -> None:
-        """Stop vLLM's processes; blocks until they are gone."""
-        self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
+    async def shutdown(self) -> None:
+        """Stop vLLM's processes and return when they are gone."""
+        # vLLM cancels it only after its processes ended, and until then it would report their end.
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()
+        await to_thread.run_sync(self._llm.shutdown, _SHUTDOWN_SECONDS)
 
     async def _render(self, prompt: str | list[int]) -> Any:
         """The prompt as the engine takes it: tokenized, its ids within the vocabulary."""

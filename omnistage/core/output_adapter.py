@@ -266,15 +266,17 @@ class OutputAdapter:
         request.failed = True
         admission = record.admission
         self._failures.append(Failed(PROTOCOL_VERSION, admission.request_id, kind, message))
-        started = {t for channel in request.channels if channel.started for t in channel.topics}
+        opened = {t: channel for channel in request.channels for t in channel.topics}
         terminal = Terminal(FinishReason.ERROR, record.total, 0, message, kind)
         for destination in request.topics:
             if destination != unless:
+                channel = opened.get(destination)  # None if its processor raised in open
                 update = Update(
                     admission.request_id,
                     admission.generation,
                     record.segment,
-                    start=None if destination in started else admission.start,
+                    0 if channel is None else channel.position,
+                    start=admission.start if channel is None or not channel.started else None,
                     terminal=terminal,
                 )
                 batch.add(destination, update, _NO_TENSORS)

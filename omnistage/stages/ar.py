@@ -129,7 +129,7 @@ class ARStage:
         self._unwatch()
         engine, self._engine = self._engine, None
         if engine is not None:
-            await to_thread.run_sync(engine.shutdown)
+            await engine.shutdown()
         if self._control is not None:
             self._control.close()
             self._control = None

@@ -1,0 +1,284 @@
+"""vLLM's real scheduler without a model: a tiny configuration, scripted samples, captured updates."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from omnistage.core.collector import PAYLOAD_ATTRIBUTE, StepCollector
+from omnistage.core.output_adapter import OutputAdapter
+from omnistage.core.scheduler import OmniARAsyncScheduler, OmniARScheduler, OmniARSchedulerMixin
+from omnistage.request import Start
+from omnistage.wire import PROTOCOL_VERSION, Admission, Failed, Update, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+
+    from omnistage.adapters.processor import ChunkProcessor
+    from omnistage.request import Payload
+
+CHANNEL = "audio"
+SUBSCRIBER = "s"
+BLOCK = 16
+EOS = 1
+
+_TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "max_position_embeddings": 2048,
+    "eos_token_id": EOS,
+    "torch_dtype": "float32",
+}
+
+
+@cache
+def _model_dir() -> str:
+    directory = Path(mkdtemp(prefix="omnistage-tiny-"))
+    (directory / "config.json").write_text(json.dumps(_TINY))
+    return str(directory)
+
+
+@cache
+def _vllm_config(budget: int, max_seqs: int, prefix_cache: bool, blocks: int) -> Any:
+    config = EngineArgs(
+        model=_model_dir(),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_seqs,
+        enable_prefix_caching=prefix_cache,
+        block_size=BLOCK,
+    ).create_engine_config()
+    config.cache_config.num_gpu_blocks = blocks
+    return config
+
+
+def make_scheduler(
+    *,
+    asynchronous: bool = False,
+    budget: int = 512,
+    max_seqs: int = 16,
+    blocks: int = 1000,
+    prefix_cache: bool = False,
+) -> OmniARSchedulerMixin:
+    """A scheduler of ours with everything of vLLM's real."""
+    config = _vllm_config(budget, max_seqs, prefix_cache, blocks)
+    config.scheduler_config.async_scheduling = asynchronous
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    cache_config = KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+    )
+    cls = OmniARAsyncScheduler if asynchronous else OmniARScheduler
+    return cls(
+        vllm_config=config,
+        kv_cache_config=cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        log_stats=False,
+    )
+
+
+def make_request(
+    request_id: str,
+    *,
+    prompt: int | Sequence[int] = 10,
+    max_tokens: int = 5,
+    final_stage: bool = False,
+    consumers: tuple[tuple[str, str], ...] = ((CHANNEL, SUBSCRIBER),),
+    record: bytes | str | None = "default",
+    resumable: bool = False,
+    **sampling: Any,
+) -> Request:
+    """A request as vLLM's engine core makes it, with our admission record on it."""
+    init_none_hash(sha256)
+    if record == "default":
+        record = encode(
+            Admission(PROTOCOL_VERSION, request_id, 0, final_stage, consumers, Start(seed=7))
+        )
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        extra_args=None if record is None else {"omnistage": record},
+        **sampling,
+    )
+    params.update_from_generation_config({}, EOS)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=list(range(100, 100 + prompt))
+        if isinstance(prompt, int)
+        else list(prompt),
+        sampling_params=params,
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+        resumable=resumable,
+    )
+
+
+def token(request_id: str, index: int) -> int:
+    """The id that the scripted runner samples at a position: different for every request."""
+    return 10 + (hash((request_id, index)) % 4000)
+
+
+@dataclass
+class Published:
+    """What one topic has received, checked as it comes."""
+
+    ids: dict[str, list[int]] = field(default_factory=dict)
+    updates: list[Update] = field(default_factory=list)
+    terminals: dict[str, list[Any]] = field(default_factory=dict)
+    segments: dict[str, int] = field(default_factory=dict)
+
+    def take(self, updates: Sequence[Update]) -> None:
+        names = [update.request_id for update in updates]
+        assert len(set(names)) == len(names), "one update a request and message"
+        for update in updates:
+            seen = self.ids.get(update.request_id)
+            assert (update.start is not None) == (seen is None), "start on the first update only"
+            assert not self.terminals.get(update.request_id), "nothing follows a terminal"
+            ids = self.ids.setdefault(update.request_id, [])
+            segment_start = self.segments.get(update.request_id, 0)
+            assert update.position == len(ids) - segment_start
+            ids.extend(update.ids)
+            if update.segment_end:
+                self.segments[update.request_id] = len(ids)
+            if update.terminal is not None:
+                self.terminals.setdefault(update.request_id, []).append(update.terminal)
+            self.updates.append(update)
+
+
+class Harness:
+    """Drives a scheduler step by step, with any number of steps in flight, and captures updates.
+
+    Args:
+        scheduler: The scheduler to drive.
+        channels: Processor of each channel.
+        run_ahead: Steps scheduled before the oldest one's output is taken.
+        limit: Steps that the hand-over queue holds.
+        samples: Overrides :func:`token`.
+    """
+
+    def __init__(
+        self,
+        scheduler: OmniARSchedulerMixin,
+        channels: Mapping[str, ChunkProcessor],
+        *,
+        run_ahead: int = 1,
+        limit: int = 1000,
+        samples: Any = token,
+    ) -> None:
+        takes = {name: p.requires_token_updates for name, p in channels.items()}
+        self.scheduler = scheduler
+        self.collector = StepCollector(takes, limit)
+        scheduler._omni_collector = self.collector
+        self.adapter = OutputAdapter(channels, self.collector.steps)
+        self.topics: dict[bytes, Published] = {}
+        self.failed: list[Failed] = []
+        self.returned: dict[str, list[int]] = {}
+        self.finish_reasons: dict[str, Any] = {}
+        self.messages_by_step: list[list[bytes]] = []
+        self.payloads: dict[str, dict[str, Payload]] = {}
+        self._run_ahead = run_ahead
+        self._samples = samples
+        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._sampled: dict[str, int] = {}
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add_request(request)
+
+    def step(self) -> bool:
+        """Schedule once, and take the oldest output if enough is in flight.
+
+        Returns:
+            Whether there is or was anything to do.
+        """
+        scheduled = self.scheduler.schedule()
+        if scheduled.total_num_scheduled_tokens:
+            self._in_flight.append((scheduled, self._execute(scheduled)))
+        idle = not scheduled.total_num_scheduled_tokens
+        if self._in_flight and (len(self._in_flight) >= self._run_ahead or idle):
+            self.update()
+        return bool(self._in_flight) or not idle
+
+    def update(self) -> None:
+        """Take the oldest step's output."""
+        scheduled, output = self._in_flight.popleft()
+        self._note(self.scheduler.update_from_output(scheduled, output))
+        self.publish()
+
+    def run(self, limit: int = 2000) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(limit):
+            if not self.step() and not self.scheduler.has_unfinished_requests():
+                return
+        raise AssertionError("the scheduler does not come to an end")
+
+    def publish(self) -> None:
+        """Do the publisher thread's work."""
+        topics = []
+        for message in self.adapter.messages():
+            topics.append(message.topic)
+            self.topics.setdefault(message.topic, Published()).take(message.updates)
+        self.messages_by_step.append(topics)
+        self.failed += self.adapter.failures()
+
+    @property
+    def published(self) -> Published:
+        """The default topic's updates."""
+        return self.topics.get(f"{CHANNEL}/{SUBSCRIBER}\0".encode(), Published())
+
+    def _execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """What a runner returns: one id for each request whose known tokens are all computed."""
+        ids = list(scheduled.num_scheduled_tokens)
+        sampled: list[list[int]] = []
+        for request_id in ids:
+            request = self.scheduler.requests[request_id]
+            # schedule() has already counted this step in.
+            if request.num_computed_tokens < request.num_tokens:
+                sampled.append([])
+                continue
+            index = request.num_computed_tokens - request.num_prompt_tokens
+            sampled.append([self._samples(request_id, index)])
+        output = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+        )
+        if self.payloads:
+            setattr(output, PAYLOAD_ATTRIBUTE, self.payloads)
+            self.payloads = {}
+        return output
+
+    def _note(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        for engine_outputs in outputs.values():
+            for output in engine_outputs.outputs:
+                self.returned.setdefault(output.request_id, []).extend(output.new_token_ids)
+                if output.finish_reason is not None:
+                    self.finish_reasons[output.request_id] = output.finish_reason
