@@ -28,7 +28,7 @@ types: setup ## mypy, strict, on the package, the tests and the tools
 	$(BIN)/mypy
 
 contract: setup ## vLLM's own scheduler tests, with its schedulers and with ours
-	OMP_NUM_THREADS=1 $(BIN)/python tools/contract.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.contract
 
 bench: setup ## tokens per second and delivery cost beside stock vLLM
 	$(BIN)/python benchmarks/ar.py

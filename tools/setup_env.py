@@ -147,7 +147,11 @@ def build(wanted: dict[str, str], lock: int) -> None:
     install_torch(lock)
     run("installing omnistage and what it needs", [*INSTALL, "-e", f"{ROOT}[{EXTRAS}]"], lock)
     remove_unloadable(lock)
-    run("checking that vLLM loads", [str(PYTHON), "-c", "import vllm, transformers, omnistage"], lock)
+    run(
+        "checking that vLLM loads",
+        [str(PYTHON), "-c", "import vllm, transformers, omnistage"],
+        lock,
+    )
     pending = STAMP.with_suffix(".new")
     pending.write_text(json.dumps(wanted))
     pending.replace(STAMP)
@@ -189,8 +193,7 @@ def remove_unloadable(lock: int) -> None:
     broken = []
     for name in OPTIONAL:
         probe = (
-            "import importlib.util as u, sys\n"
-            "if u.find_spec(sys.argv[1]): __import__(sys.argv[1])"
+            "import importlib.util as u, sys\nif u.find_spec(sys.argv[1]): __import__(sys.argv[1])"
         )
         try:
             run(f"trying {name}", [str(PYTHON), "-c", probe, name], lock)

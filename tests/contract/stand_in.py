@@ -1,0 +1,282 @@
+"""The pytest plugin that lets vLLM's own tests construct our schedulers, and records the outcomes.
+
+`tools/contract.py` loads it into a pytest run inside vLLM's test tree; OMNISTAGE_STAND_IN says
+which schedulers the tests get and OMNISTAGE_OUTCOMES where the outcomes go.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import zmq
+from vllm.sampling_params import SamplingParams
+
+# diffusion_scheduler for its effect: imported after the swap its classes would derive from ours.
+from vllm.v1.core.sched import (
+    async_scheduler,
+    diffusion_scheduler,  # noqa: F401
+    scheduler,
+)
+from zmq.utils.monitor import recv_monitor_message
+
+from omnistage.adapters.processor import TokenUpdates
+from omnistage.core.collector import EXTRA_ARG
+from omnistage.core.scheduler import OmniARAsyncScheduler, OmniARScheduler
+from omnistage.core.wiring import WiredConfig, Wiring
+from omnistage.transport.publisher import PublisherConfig
+from omnistage.wire import (
+    PROTOCOL_VERSION,
+    Admission,
+    Data,
+    Hello,
+    Subscribed,
+    Update,
+    decode_control,
+    decode_data,
+    encode,
+    topic,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.v1.request import Request
+
+CHANNEL, SUBSCRIBER = "contract", "listener"
+VARIANTS = ("stock", "idle", "wired")
+
+
+class Listener:
+    """A subscriber of one scheduler's publisher; its thread ends when the publisher closes."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path) -> None:
+        self._control = context.socket(zmq.ROUTER)
+        self._data = context.socket(zmq.SUB)
+        self._data.setsockopt(zmq.RCVHWM, 0)
+        self.control = f"ipc://{directory}/{id(self):x}"
+        self._control.bind(self.control)
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._monitor = self._data.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.updates: dict[str, list[Update]] = {}
+
+    def follow(self) -> None:
+        """Subscribes, and returns once the publisher has confirmed it."""
+        hello = decode_control(self._control.recv_multipart()[-1])
+        assert isinstance(hello, Hello)
+        self._data.subscribe(topic(CHANNEL, SUBSCRIBER))
+        self._data.connect(hello.data_endpoint)
+        assert isinstance(decode_data(self._data.recv_multipart()[1]), Subscribed)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Waits for the publisher's last message; the publisher must have been closed."""
+        self._thread.join()
+        self._monitor.close()
+        self._data.close()
+        self._control.close(linger=0)
+
+    def _listen(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._data, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            gone = self._monitor in ready
+            while self._data.poll(0):
+                _, header, *buffers = self._data.recv_multipart()
+                message = decode_data(header, buffers)
+                assert isinstance(message, Data)
+                for update in message.updates:
+                    self.updates.setdefault(update.request_id, []).append(update)
+            if gone:
+                recv_monitor_message(self._monitor)
+                return
+
+
+def attach_metadata(request: Request, wire_id: str) -> None:
+    """Puts on a request what the AR stage would: one consumer, and the id to publish under."""
+    params = request.sampling_params
+    assert params is not None
+    admission = Admission(PROTOCOL_VERSION, wire_id, consumers=((CHANNEL, SUBSCRIBER),))
+    # Upstream's factories share one SamplingParams among requests.
+    request.sampling_params = copy.copy(params)
+    request.sampling_params.extra_args = {
+        **(params.extra_args or {}),
+        EXTRA_ARG: encode(admission),
+    }
+
+
+class Bench:
+    """The wired schedulers of the running test, with a listener each."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.folder = tempfile.TemporaryDirectory(prefix="omni-")
+        self.live: list[Wired] = []
+        self.heard = {"requests": 0, "ids": 0, "terminals": 0}
+
+    def listen(self) -> Listener:
+        """A listener for a scheduler that is being constructed."""
+        return Listener(self.context, Path(self.folder.name))
+
+    def end_test(self) -> list[str]:
+        """Closes what the test left open; returns what its subscribers heard wrong."""
+        live, self.live = self.live, []
+        return [complaint for scheduler in live for complaint in scheduler.settle(self.heard)]
+
+
+bench = Bench()
+
+
+class Wired(scheduler.Scheduler):
+    """Before one of our schedulers in the class order: adds what an AR stage adds from outside."""
+
+    _listener: Listener | None = None
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        listener = bench.listen()
+        vllm_config.additional_config = WiredConfig(
+            {},
+            Wiring(
+                stage="ar",
+                channels={CHANNEL: TokenUpdates()},
+                publisher=PublisherConfig(
+                    bind="ipc",
+                    directory=bench.folder.name,
+                    control=listener.control,
+                    owner_pid=os.getpid(),
+                ),
+            ),
+        )
+        super().__init__(vllm_config, *args, **kwargs)
+        listener.follow()
+        self._served: dict[str, Request] = {}
+        self._listener = listener
+        bench.live.append(self)
+
+    def add_request(self, request: Request) -> None:
+        """Admits the request as if an AR stage had submitted it."""
+        known = request.request_id in self.requests
+        if self._listener is not None and isinstance(request.sampling_params, SamplingParams):
+            # Tests use an id again once its request is over; a submission's own id is unique.
+            wire_id = f"{request.request_id}-{len(self._served)}"
+            attach_metadata(request, wire_id)
+            if not known:
+                self._served[wire_id] = request
+        super().add_request(request)
+
+    def settle(self, heard: dict[str, int]) -> list[str]:
+        """Stops the publisher and compares what arrived with what the scheduler committed."""
+        assert self._listener is not None
+        if self._omni_publisher is not None:  # type: ignore[attr-defined]
+            self._omni_publisher.close(30.0)  # type: ignore[attr-defined]
+        self._listener.close()
+        complaints: list[str] = []
+        for wire_id, request in self._served.items():
+            updates = self._listener.updates.get(wire_id, [])
+            over = self.requests.get(request.request_id) is not request or request.is_finished()
+            complaints += judge(wire_id, updates, list(request.output_token_ids), over=over)
+            heard["requests"] += 1
+            heard["ids"] += sum(len(update.ids) for update in updates)
+            heard["terminals"] += sum(update.terminal is not None for update in updates)
+        return complaints
+
+
+class WiredScheduler(Wired, OmniARScheduler):
+    """Our scheduler with a channel, a processor and metadata on each request."""
+
+
+class WiredAsyncScheduler(Wired, OmniARAsyncScheduler):
+    """Our asynchronous scheduler, likewise."""
+
+
+def judge(
+    request_id: str, updates: list[Update], committed: list[int], *, over: bool
+) -> Iterator[str]:
+    """What is wrong with a request's updates: ids, gaps, or terminals other than one at its end."""
+    ids = [token for update in updates for token in update.ids]
+    # At a segment's end vLLM moves what was sampled into the prompt.
+    segmented = any(update.segment_end for update in updates)
+    if (ids[len(ids) - len(committed) :] if segmented else ids) != committed:
+        yield f"{request_id}: heard {ids}, the scheduler committed {committed}"
+    position, segment = 0, 0
+    for update in updates:
+        if update.segment != segment:
+            position, segment = 0, update.segment
+        if update.position != position:
+            yield f"{request_id}: ids at {update.position}, expected at {position}"
+        position = update.position + len(update.ids)
+    terminals = [index for index, update in enumerate(updates) if update.terminal is not None]
+    expected = [len(updates) - 1] if over else []
+    if terminals != expected:
+        yield f"{request_id}: terminals at {terminals} of {len(updates)} updates, over: {over}"
+
+
+def put_in_place(variant: str) -> None:
+    """Makes vLLM's modules name the variant's schedulers."""
+    if variant == "stock":
+        return
+    chosen = {
+        "idle": (OmniARScheduler, OmniARAsyncScheduler),
+        "wired": (WiredScheduler, WiredAsyncScheduler),
+    }[variant]
+    scheduler.Scheduler, async_scheduler.AsyncScheduler = chosen  # type: ignore[misc]
+
+
+class Outcomes:
+    """A node id's worst report decides; what fails in set-up or teardown has failed."""
+
+    def __init__(self) -> None:
+        self.by_test: dict[str, str] = {}
+
+    def add(self, report: pytest.TestReport) -> None:
+        """Takes one phase of one test."""
+        if report.failed:
+            self.by_test[report.nodeid] = "failed"
+        elif report.skipped or report.when == "call":
+            self.by_test.setdefault(report.nodeid, report.outcome)
+
+
+outcomes = Outcomes()
+
+
+def pytest_configure() -> None:
+    """Swaps the classes before any test module is imported."""
+    put_in_place(os.environ["OMNISTAGE_STAND_IN"])
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Notes a test's outcome."""
+    outcomes.add(report)
+
+
+def pytest_sessionfinish() -> None:
+    """Leaves the outcomes, and what was heard, where the caller looks."""
+    result = {"outcomes": outcomes.by_test, "heard": bench.heard}
+    Path(os.environ["OMNISTAGE_OUTCOMES"]).write_text(json.dumps(result))
+
+
+@pytest.fixture(autouse=True)
+def subscribers_agree() -> Iterator[None]:
+    """Fails a test whose subscribers heard something else than its scheduler decided."""
+    yield
+    complaints = bench.end_test()
+    assert not complaints, "; ".join(complaints)
+
+
+@pytest.fixture
+def caplog_vllm(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.LogCaptureFixture]:
+    """The one fixture these tests take from a conftest that `--noconftest` leaves out."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO):
+        yield caplog
