@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,7 +67,7 @@ def test_any_grouping_into_steps_gives_the_same_frames_and_counts(
 ) -> None:
     processor = CodecFrames(first_id=100, codebook_size=10, codebooks=3, stride=stride)
     edges = [0, *sorted(min(c, len(ids)) for c in cuts), len(ids)]
-    steps = [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    steps = [ids[a:b] for a, b in pairwise(edges)]
     frames, dropped = run(processor, *steps)
     assert (frames, dropped) == run(processor, ids)
     assert len(frames) % 3 == 0

@@ -1,4 +1,4 @@
-"""vLLM's real scheduler without a model: a tiny configuration, scripted samples, captured updates."""
+"""vLLM's real scheduler without a model: tiny configuration, scripted samples, captured updates."""
 
 from __future__ import annotations
 
