@@ -1,0 +1,147 @@
+"""The talker as a pipeline's two stages: its defaults, and what stands at the AR stage's borders.
+
+Plain descriptions; weights, tables and torch load when the stages start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from anyio import to_thread
+
+from omnistage.adapters.input import EngineInput, copy_prompt, merge
+from omnistage.adapters.processor import Emission
+from omnistage.config import ARStageConfig, DecoderStageConfig
+from omnistage.errors import ConfigError, InvalidRequest
+from omnistage.models.talker.frames import UnitFrames, UnitFramesState
+from omnistage.models.talker.layout import CHECKPOINT, Layout, read_layout
+from omnistage.models.talker.text import TextStep
+from omnistage.request import ChunkPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from omnistage.adapters.processor import Step
+    from omnistage.decoders.base import Decoder
+    from omnistage.request import FinishReason, StageInput, Start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TalkerPreset:
+    """A talker and how it runs well.
+
+    Args:
+        model: Its model directory, with the decoder's weights in ``code2wav``.
+        sampling: Fields of vLLM's ``SamplingParams`` that a request may replace.
+        engine_args: Fields of vLLM's ``AsyncEngineArgs``.
+        chunks: Chunk sizes of a request that sets none.
+    """
+
+    model: Path
+    sampling: Mapping[str, Any]
+    engine_args: Mapping[str, Any]
+    chunks: ChunkPolicy
+
+    def decoder(self) -> Decoder:
+        """The decoder, with its weights loaded.
+
+        Raises:
+            ConfigError: torch or safetensors is missing, or the weights are not a talker's.
+        """
+        try:
+            from omnistage.models.talker.decoder import TalkerDecoder
+        except ImportError as error:
+            raise ConfigError(
+                f"the talker decodes with {error.name}: install omnistage[talker]"
+            ) from error
+        return TalkerDecoder(self.model / "code2wav")
+
+    def stages(self) -> tuple[ARStageConfig, DecoderStageConfig]:
+        """The two stages of a pipeline."""
+        ar = ARStageConfig(
+            model=str(self.model),
+            processor=TalkerFrames(layout=read_layout(self.model)),
+            input_adapter=TalkerInput(self),
+            engine_args=self.engine_args,
+        )
+        return ar, DecoderStageConfig(build=self.decoder, chunks=self.chunks)
+
+
+class TalkerInput:
+    """The talker's input adapter: text becomes prompt ids, ids are passed on.
+
+    Args:
+        preset: The defaults that a request's own sampling fields lie over.
+    """
+
+    def __init__(self, preset: TalkerPreset) -> None:
+        self._sampling = preset.sampling
+        self._text = TextStep(read_layout(preset.model))
+
+    async def adapt(self, stage_input: StageInput) -> EngineInput:
+        """Convert one input, in a thread: hibari's tables take 0.4 s to load at the first.
+
+        Raises:
+            InvalidRequest: A voice, no or too much text, or a bad prompt or sampling field.
+            ConfigError: hibari is not installed.
+        """
+        if stage_input.voice is not None:
+            raise InvalidRequest("the talker has one voice; leave voice out", parameter="voice")
+        asked = stage_input.prompt
+        if isinstance(asked, str):
+            prompt: str | list[int] = await to_thread.run_sync(self._text.prompt_ids, asked)
+        else:
+            prompt = copy_prompt(asked)
+        return EngineInput(prompt=prompt, sampling=merge(self._sampling, stage_input))
+
+
+class TalkerFrames(msgspec.Struct, frozen=True, kw_only=True):
+    """The talker's chunk processor: sampled ids become frames of [code, phone], flat.
+
+    Args:
+        layout: The talker's vocabulary.
+    """
+
+    layout: Layout
+
+    requires_token_updates = True
+
+    def open(self, request_id: str, start: Start) -> UnitFramesState:
+        """The request's place in its output."""
+        return UnitFramesState()
+
+    def update(self, state: UnitFramesState, step: Step) -> Emission:
+        """The frames of a step's ids."""
+        dropped = state.dropped
+        frames = UnitFrames(self.layout).push(state, step.ids)
+        return Emission([index for frame in frames for index in frame], {}, state.dropped - dropped)
+
+    def finish(self, state: UnitFramesState, reason: FinishReason) -> None:
+        """No frame is ever incomplete."""
+
+
+TALKER = TalkerPreset(
+    model=CHECKPOINT,
+    sampling=MappingProxyType(
+        # A stop id, since an engine without a tokenizer takes no end from the model.
+        {"temperature": 0.3, "top_p": 0.9, "max_tokens": 1400, "stop_token_ids": [2]}
+    ),
+    engine_args=MappingProxyType(
+        {
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "max_model_len": 2048,
+            "max_num_seqs": 16,
+            "skip_tokenizer_init": True,  # prompts are ids
+            "kv_cache_memory_bytes": 2**28,  # 100,000 tokens; 16 full streams need a third
+        }
+    ),
+    # The first chunk plays for 150 ms and is there 75 ms after the request; the growth keeps every
+    # later one shorter than what is still to be played, with eight streams at once.
+    chunks=ChunkPolicy(first=8, growth=1.5, steady=32),
+)
+"""The talker that comes with the package."""
