@@ -68,10 +68,23 @@ def test_a_finished_setup_has_nothing_to_do_and_says_nothing(
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-def test_a_changed_pyproject_is_not_ready(setup_env: Any, tmp_path: Path) -> None:
+def test_changed_requirements_are_not_ready(setup_env: Any, tmp_path: Path) -> None:
     finish(setup_env)
-    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'other'\n")
+    (tmp_path / "pyproject.toml").write_text("[project]\ndependencies = ['other']\n")
     assert not setup_env.is_ready(setup_env.fingerprint())
+
+
+def test_a_changed_lint_rule_reinstalls_nothing(setup_env: Any, tmp_path: Path) -> None:
+    finish(setup_env)
+    (tmp_path / "pyproject.toml").write_text("[project]\n[tool.ruff]\nline-length = 99\n")
+    assert setup_env.is_ready(setup_env.fingerprint())
+
+
+def test_a_broken_pyproject_is_told_in_a_sentence(setup_env: Any, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[project")
+    ended = call(tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("omnistage: set-up failed: ")
 
 
 def test_a_missing_python_is_not_ready(setup_env: Any) -> None:

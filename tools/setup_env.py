@@ -52,16 +52,16 @@ def main() -> int:
     refusal = refuse(sys.platform, sys.version_info[:2])
     if refusal:
         return complain(refusal)
-    wanted = fingerprint()
-    if is_ready(wanted):
-        return 0
     try:
+        wanted = fingerprint()
+        if is_ready(wanted):
+            return 0
         with only_one_setup() as lock:
             if not is_ready(wanted):
                 build(wanted, lock)
     except StepFailed as failure:
         return complain(f"{failure}.{log_tail()}\nThe next call starts over.")
-    except OSError as failure:
+    except (OSError, ValueError) as failure:
         return complain(f"set-up failed: {failure}. The next call starts over.")
     except KeyboardInterrupt:
         return complain("set-up interrupted; the next call starts over.", 130)
@@ -87,10 +87,23 @@ def complain(sentence: str, code: int = 1) -> int:
 
 
 def fingerprint() -> dict[str, str]:
-    """What `.venv` depends on; the stamp of a finished set-up holds the same record."""
-    digest = hashlib.sha256()
-    for source in (ROOT / "pyproject.toml", Path(__file__)):
-        digest.update(source.read_bytes())
+    """What `.venv` depends on; the stamp of a finished set-up holds the same record.
+
+    Of pyproject.toml only what an installation reads: a changed lint rule reinstalls nothing.
+
+    Raises:
+        ValueError: pyproject.toml is not TOML.
+    """
+    import tomllib  # from Python 3.11 on, and an older one must come as far as its refusal
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    tables = (
+        project.get("build-system"),
+        project.get("project"),
+        project.get("tool", {}).get("hatch"),
+    )
+    digest = hashlib.sha256(json.dumps(tables).encode())
+    digest.update(Path(__file__).read_bytes())
     return {
         "inputs": digest.hexdigest(),
         "python": "{}.{}".format(*sys.version_info[:2]),
