@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from omnistage.config import ARStageConfig, DecoderStageConfig
 
 
-def load_preset(name: str, **changes: Any) -> tuple[ARStageConfig, DecoderStageConfig]:
+def load_preset(name: str, /, **changes: Any) -> tuple[ARStageConfig, DecoderStageConfig]:
     """The stages of a preset.
 
     Args:

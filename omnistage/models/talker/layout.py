@@ -104,6 +104,7 @@ def read_layout(model: Path = CHECKPOINT) -> Layout:
         and names.get(layout.audio) == "<audio>"
         and names.get(ids.first_code) == "<c0>"
         and names.get(last_code) == f"<c{ids.num_codes - 1}>"
+        and names.get(last_code + 1) != f"<c{ids.num_codes}>"
         and last_code < config.vocab_size
     )
     if not sound:

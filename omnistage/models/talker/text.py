@@ -17,10 +17,13 @@ from omnistage.errors import ConfigError, InvalidRequest
 if TYPE_CHECKING:
     from omnistage.models.talker.layout import Layout
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MAX_TOKENS = 1300
 """The longest output to attempt; training saw half of that, and the context holds 2048 in all."""
+
+TRAINED_WORDS = 13
+"""The longest text in training: at 16 words some sounds go wrong, at 25 half of them are lost."""
 
 _TOKENS_PER_UNIT = 3.9  # ids of output for one of the prompt, mean over the training texts
 _MAX_CHARACTERS = 1000  # more than 64 words have; keeps what hibari gets to read small
@@ -29,9 +32,10 @@ _OOV_LETTERS = 24  # what its net for unknown words reads; it ignores the rest
 
 _PAUSES = frozenset(".,?!")
 _SAME_SOUND = {";": ",", ":": ",", "—": ",", "…": ".", "ʀ": "ɹ", "y": "j"}
-_SAME_CHARACTER = str.maketrans("‐‑−′″«»‹›", "---'\"\"\"''")  # noqa: RUF001
+# Double quotes have no sound, and a word that touches one is an unknown word to hibari.
+_SAME_CHARACTER = str.maketrans('‐‑−‘’′‹›"“”„«»″', "---'''''       ")  # noqa: RUF001
 # Beyond ASCII and Latin letters, what hibari speaks or knows to be silent.
-_READ = frozenset("‘’‚“”„–—―‒…¡¿·•§¶©®™°£€¥₹₩¢±×÷½¼¾²³µ→←")  # noqa: RUF001
+_READ = frozenset("‚–—―‒…¡¿·•§¶©®™°£€¥₹₩¢±×÷½¼¾²³µ→←")  # noqa: RUF001
 _LONG_RUN = re.compile(rf"(\S{{{_MAX_RUN}}})(?=\S)")
 _LONG_NUMBER = re.compile(r"\d{16,}")
 _WORDLIKE = re.compile(r"[^\W\d_]+|\d+")
@@ -40,7 +44,7 @@ _WORDLIKE = re.compile(r"[^\W\d_]+|\d+")
 class TextStep:
     """Turns text into the ids of a prompt: ``<bos>``, each word's index and phones, ``<audio>``.
 
-    Thread-safe. The pronunciation tables load at the first call, which takes about 0.4 s.
+    Thread-safe. The pronunciation tables load when they are needed, which takes about 0.4 s.
 
     Args:
         layout: The talker's vocabulary.
@@ -50,22 +54,22 @@ class TextStep:
         self._layout = layout
         self._units = {name: layout.first_phone + i for i, name in enumerate(layout.phones) if i}
         self._lock = threading.Lock()
-        self._pronounce: _Pronunciation | None = None
+        self._pronunciation: _Pronunciation | None = None
 
     def load(self) -> None:
-        """Load the pronunciation tables now rather than at the first text.
+        """Load the pronunciation tables, and that for unknown words, before the first text.
 
         Raises:
             ConfigError: hibari is not installed.
         """
         with self._lock:
-            self._loaded()
+            self._loaded().read("Blorf.")
 
     def prompt_ids(self, text: str) -> list[int]:
         """The prompt for a text.
 
         What cannot be spoken is skipped with a warning that names it; an unknown word is guessed or
-        spelled, never left out.
+        spelled, never left out. A text longer than those of the training is warned about.
 
         Raises:
             InvalidRequest: There is nothing to say, or too much.
@@ -77,25 +81,35 @@ class TextStep:
         with self._lock:
             phonemes, silent = self._loaded().read(plain)
         if skipped or silent:
-            logger.warning("skipped what cannot be spoken: %s", _describe(skipped + silent))
+            log.warning("skipped what cannot be spoken: %s", _describe(skipped + silent))
         words = self._words(phonemes)
         if not words:
             raise InvalidRequest("the text has nothing in it that can be spoken", parameter="text")
-        units = sum(len(word) + 1 for word in words)
-        if len(words) > self._layout.words:
-            raise _too_long(f"{len(words)} words (at most {self._layout.words})")
-        if units * _TOKENS_PER_UNIT > MAX_TOKENS:
-            seconds = units * (_TOKENS_PER_UNIT - 1) / 40
-            raise _too_long(f"about {seconds:.0f} seconds of speech (at most 24)")
+        self._check_length(words)
         ids = [self._layout.bos]
         for index, word in enumerate(words):
             ids += [self._layout.first_word + index, *(self._units[unit] for unit in word)]
         return [*ids, self._layout.audio]
 
     def _loaded(self) -> _Pronunciation:
-        if self._pronounce is None:
-            self._pronounce = _Pronunciation()
-        return self._pronounce
+        if self._pronunciation is None:
+            self._pronunciation = _Pronunciation()
+        return self._pronunciation
+
+    def _check_length(self, words: list[list[str]]) -> None:
+        if len(words) > self._layout.words:
+            raise _too_long(f"{len(words)} words (at most {self._layout.words})")
+        units = sum(len(word) + 1 for word in words)
+        if units * _TOKENS_PER_UNIT > MAX_TOKENS:
+            seconds = units * (_TOKENS_PER_UNIT - 1) / 40
+            raise _too_long(f"about {seconds:.0f} seconds of speech (at most 24)")
+        if len(words) > TRAINED_WORDS:
+            log.warning(
+                "a text of %d words is longer than the %d that the talker learned and may lose "
+                "some: split it at sentence ends",
+                len(words),
+                TRAINED_WORDS,
+            )
 
     def _words(self, phonemes: str) -> list[list[str]]:
         """Split phonemes into words of units; a pause ends its word and never follows another."""
