@@ -152,7 +152,7 @@ TALKER = TalkerPreset(
             "kv_cache_memory_bytes": 2**28,  # 100,000 tokens; 16 full streams need a third
         }
     ),
-    # The first chunk plays for 150 ms and is there 75 ms after the request; the growth keeps every
+    # The first chunk plays for 150 ms and is there 80 ms after the request; the growth keeps every
     # later one shorter than what is still to be played, with eight streams at once.
     chunks=ChunkPolicy(first=8, growth=1.5, steady=32),
 )
