@@ -36,6 +36,10 @@ class EngineInput:
 class InputAdapter(Protocol):
     """Turns a stage input into an engine input; one instance serves all requests of a stage."""
 
+    async def start(self) -> None:
+        """Load what :meth:`adapt` needs; called once, before the first request."""
+        ...
+
     async def adapt(self, stage_input: StageInput) -> EngineInput:
         """Convert one input, without changing or keeping anything of the caller's.
 
@@ -54,6 +58,9 @@ class TextInput:
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    async def start(self) -> None:
+        """Nothing to load."""
 
     async def adapt(self, stage_input: StageInput) -> EngineInput:
         """Copy the prompt and lay the request's sampling over the defaults."""

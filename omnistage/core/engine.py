@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final
 
@@ -137,9 +139,10 @@ class Engine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 extra_args=None if record is None else {EXTRA_ARG: record},
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, VLLMClientError) as error:
             raise InvalidRequest(
-                f"vLLM refuses the sampling fields: {error}", parameter="sampling"
+                f"vLLM refuses the sampling fields: {error}",
+                parameter=getattr(error, "parameter", None) or "sampling",
             ) from error
         # Masking an id beyond the head, as min_tokens does with stop ids, kills the engine.
         self._check_ids(params.stop_token_ids or [], "stop_token_ids")
@@ -173,7 +176,7 @@ def start_engine(config: ARStageConfig, control: str, directory: Path) -> Engine
     try:
         args = AsyncEngineArgs(model=config.model, **config.engine_args)
         vllm_config = args.create_engine_config()
-    except (TypeError, ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError, VLLMClientError) as error:
         raise ConfigError(
             f"vLLM refuses the engine arguments: {error}", stage=config.name
         ) from error
@@ -204,7 +207,7 @@ def translate(error: Exception) -> OmniStageError:
         )
     cause = error.__cause__ or error
     if isinstance(cause, VLLMClientError | ValueError | TypeError):
-        return InvalidRequest(str(cause))
+        return InvalidRequest(str(cause), parameter=getattr(cause, "parameter", None))
     return ServerError(f"vLLM failed the request: {type(cause).__name__}: {cause}")
 
 
@@ -218,6 +221,22 @@ def _usage(output: Any) -> Usage:
     )
 
 
+def _detach_signals() -> None:
+    """In a forked engine: have no part in the signals of the application it came from.
+
+    asyncio learns of signals through a socket that the fork shares, so that the SIGTERM which ends
+    the engine would look like one for the application. And a terminal sends Ctrl-C to the whole
+    process group: the application is to end the engine in order, not to find it dead.
+    """
+    if _forking.is_set():
+        signal.set_wakeup_fd(-1)
+        os.setpgid(0, 0)
+
+
+_forking = threading.Event()
+os.register_at_fork(after_in_child=_detach_signals)
+
+
 @contextlib.contextmanager
 def _start_method(method: str | None) -> Iterator[None]:
     """Set vLLM's process start method: an environment variable that it reads while starting.
@@ -228,9 +247,12 @@ def _start_method(method: str | None) -> Iterator[None]:
     before = os.environ.get(name)
     if method is not None:
         os.environ[name] = method
+    if method == "fork":
+        _forking.set()
     try:
         yield
     finally:
+        _forking.clear()
         if method is not None and before is None:
             os.environ.pop(name, None)
         elif method is not None and before is not None:

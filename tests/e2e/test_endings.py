@@ -1,0 +1,261 @@
+"""Every way to leave a stream early, and every way a stage can fail one, on real vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from omnistage.errors import (
+    DeadlineExceeded,
+    DecoderError,
+    EngineDead,
+    InvalidRequest,
+    OmniStageError,
+    ProcessorError,
+    StageClosed,
+    StreamClosed,
+)
+from omnistage.pipeline import Pipeline
+from omnistage.request import AudioChunk
+from tests.e2e.conftest import (
+    PROMPT,
+    ThirdBatchFails,
+    make_pipeline,
+    read,
+    wait_until_idle,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
+
+ENDLESS: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
+
+
+async def test_breaking_out_of_the_loop_aborts_everywhere(pipeline: Pipeline) -> None:
+    async with pipeline.submit(PROMPT, sampling=ENDLESS) as stream:
+        async for _ in stream:
+            break
+    await wait_until_idle(pipeline)
+    assert stream.usage is None
+
+
+async def test_leaving_before_the_first_chunk_aborts_everywhere(pipeline: Pipeline) -> None:
+    async with pipeline.submit(PROMPT, sampling=ENDLESS):
+        pass
+    await wait_until_idle(pipeline)
+
+
+@pytest.mark.parametrize("after_chunks", [0, 1, 3])
+async def test_cancelling_the_reader_aborts_everywhere(
+    pipeline: Pipeline, after_chunks: int
+) -> None:
+    seen: list[AudioChunk] = []
+    enough = asyncio.Event()
+
+    async def reader() -> None:
+        async with pipeline.submit(PROMPT, sampling=ENDLESS) as stream:
+            async for chunk in stream:
+                seen.append(chunk)
+                if len(seen) >= after_chunks:
+                    enough.set()
+
+    task = asyncio.create_task(reader())
+    if after_chunks:
+        await enough.wait()
+    else:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await wait_until_idle(pipeline)
+
+
+async def test_cancelling_a_reader_without_a_with_block_aborts_too(pipeline: Pipeline) -> None:
+    stream = pipeline.submit(PROMPT, sampling=ENDLESS)
+    await anext(stream)
+    waiting = asyncio.create_task(_read_on(stream))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await wait_until_idle(pipeline)
+    with pytest.raises(StreamClosed):
+        await anext(stream)
+
+
+async def _read_on(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_closing_twice_aborts_once_and_reading_on_is_refused(pipeline: Pipeline) -> None:
+    stream = pipeline.submit(PROMPT, sampling=ENDLESS)
+    await anext(stream)
+    await stream.aclose()
+    await stream.abort()
+    with pytest.raises(StreamClosed):
+        await anext(stream)
+    await wait_until_idle(pipeline)
+
+
+async def test_aborting_before_the_start_starts_nothing(pipeline: Pipeline) -> None:
+    stream = pipeline.submit(PROMPT, sampling=ENDLESS)
+    await stream.abort()
+    with pytest.raises(StreamClosed):
+        await anext(stream)
+    assert not pipeline._running
+
+
+async def test_dropping_a_stream_aborts_and_says_so(pipeline: Pipeline) -> None:
+    stream = pipeline.submit(PROMPT, sampling=ENDLESS)
+    await anext(stream)
+    streams = [stream]
+    del stream
+    with pytest.warns(ResourceWarning, match="dropped unfinished"):
+        streams.clear()
+    await wait_until_idle(pipeline)
+
+
+async def test_aborting_one_leaves_the_others_alone(pipeline: Pipeline) -> None:
+    others = [
+        asyncio.create_task(
+            read(pipeline.submit(PROMPT, sampling={"max_tokens": 120, "ignore_eos": True}))
+        )
+        for _ in range(10)
+    ]
+    for _ in range(5):
+        async with pipeline.submit(PROMPT, sampling=ENDLESS) as stream:
+            await anext(stream)
+    for ids, _ in await asyncio.gather(*others):
+        assert len(ids) == 120
+    await wait_until_idle(pipeline)
+
+
+async def test_100_aborts_at_any_moment_leave_nothing(pipeline: Pipeline) -> None:
+    async def one(i: int) -> None:
+        stream = pipeline.submit(PROMPT, sampling=ENDLESS)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.002 * i), stream:
+                await _read_on(stream)
+
+    await asyncio.gather(*(one(i) for i in range(100)))
+    await wait_until_idle(pipeline)
+    ids, _ = await read(pipeline.submit(PROMPT, sampling={"max_tokens": 10, "ignore_eos": True}))
+    assert len(ids) == 10
+
+
+async def test_a_timeout_is_a_deadline_error_and_aborts(pipeline: Pipeline) -> None:
+    stream = pipeline.submit(PROMPT, sampling=ENDLESS, timeout=0.2)
+    with pytest.raises(DeadlineExceeded, match=r"after 0\.2 s"):
+        await read(stream)
+    await wait_until_idle(pipeline)
+    with pytest.raises(InvalidRequest):
+        pipeline.submit(PROMPT, timeout=0)
+
+
+@pytest.mark.parametrize("kind", ["raises", "garbage", "raises-at-the-end"])
+async def test_a_processor_that_fails_fails_its_own_request(pipeline: Pipeline, kind: str) -> None:
+    bystanders = [
+        asyncio.create_task(
+            read(pipeline.submit(PROMPT, sampling={"max_tokens": 60, "ignore_eos": True}))
+        )
+        for _ in range(15)
+    ]
+    sampling = {"max_tokens": 40, "ignore_eos": True} if kind == "raises-at-the-end" else ENDLESS
+    with pytest.raises(ProcessorError, match="Mixed") as raised:
+        await read(pipeline.submit(PROMPT, sampling=sampling, request_id=kind))
+    assert raised.value.request_id
+    for ids, _ in await asyncio.gather(*bystanders):
+        assert len(ids) == 60
+    await wait_until_idle(pipeline)
+
+
+async def test_a_decoder_that_fails_a_stream_leaves_its_batch_mates_alone() -> None:
+    async with make_pipeline(decoder=ThirdBatchFails) as pipeline:
+        force = {"max_tokens": 200, "ignore_eos": True, "allowed_token_ids": [77]}
+        avoid = {"max_tokens": 100, "ignore_eos": True, "logit_bias": {77: -100.0}}
+        bystanders = [
+            asyncio.create_task(read(pipeline.submit(PROMPT, sampling=avoid))) for _ in range(15)
+        ]
+        with pytest.raises(DecoderError, match="third batch") as raised:
+            await read(pipeline.submit(PROMPT, sampling=force))
+        assert raised.value.stage == "decoder"
+        for ids, _ in await asyncio.gather(*bystanders):
+            assert len(ids) == 100
+        await wait_until_idle(pipeline)
+
+
+def engine_processes() -> list[Any]:
+    children: list[Any] = psutil.Process().children(recursive=True)
+    return children
+
+
+async def test_a_killed_engine_fails_running_and_later_requests_within_seconds() -> None:
+    before = {p.pid for p in engine_processes()}
+    async with make_pipeline() as pipeline:
+        running = [asyncio.create_task(_outcome(pipeline)) for _ in range(8)]
+        await asyncio.sleep(0.3)
+        assert pipeline._ar is not None
+        core = pipeline._ar._control.hellos[0].pid  # type: ignore[union-attr]
+        began = time.monotonic()
+        os.kill(core, signal.SIGKILL)
+        outcomes = await asyncio.gather(*running)
+        assert time.monotonic() - began < 5
+        assert all(isinstance(outcome, EngineDead) for outcome in outcomes)
+        assert isinstance(await _outcome(pipeline), StageClosed)
+    gone = [p for p in engine_processes() if p.pid not in before]
+    psutil.wait_procs(gone, timeout=10)
+    assert not [p for p in gone if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+async def _outcome(pipeline: Pipeline) -> OmniStageError | None:
+    try:
+        await read(pipeline.submit(PROMPT, sampling=ENDLESS))
+    except OmniStageError as error:
+        return error
+    return None
+
+
+async def test_leaving_the_pipeline_fails_what_is_running_and_leaves_nothing_behind() -> None:
+    before = {p.pid for p in engine_processes()}
+    threads = {t.name for t in __import__("threading").enumerate()}
+    async with make_pipeline() as pipeline:
+        endpoints = pipeline._ar._endpoints  # type: ignore[union-attr]
+        running = [asyncio.create_task(_outcome(pipeline)) for _ in range(4)]
+        await asyncio.sleep(0.2)
+    outcomes = await asyncio.gather(*running)
+    assert all(isinstance(outcome, StageClosed) for outcome in outcomes)
+    assert not endpoints.directory.exists()
+    assert {p.pid for p in engine_processes()} <= before
+    after = {t.name for t in __import__("threading").enumerate()}
+    assert not [name for name in after - threads if "omnistage" in name]
+    with pytest.raises(StageClosed):
+        await read(pipeline.submit(PROMPT))
+    with pytest.raises(StageClosed, match="entered once"):
+        await pipeline.__aenter__()
+    await pipeline.aclose()
+
+
+async def test_a_model_that_does_not_exist_is_a_config_error_and_leaves_nothing() -> None:
+    before = {p.pid for p in engine_processes()}
+    with pytest.raises(OmniStageError, match="no-such-model"):
+        async with make_pipeline(model="./no-such-model"):
+            pass
+    assert {p.pid for p in engine_processes()} <= before
+
+
+async def test_a_decoder_that_cannot_be_built_stops_the_engine_again() -> None:
+    before = {p.pid for p in engine_processes()}
+
+    def build() -> Any:
+        raise RuntimeError("no weights")
+
+    with pytest.raises(OmniStageError, match="no weights"):
+        async with make_pipeline(decoder=build):
+            pass
+    assert {p.pid for p in engine_processes()} <= before
