@@ -60,7 +60,7 @@ class Pipeline:
         self._host: asyncio.Task[None] | None = None
 
     @classmethod
-    def from_preset(cls, name: str, **changes: Any) -> Self:
+    def from_preset(cls, name: str, /, **changes: Any) -> Self:
         """A pipeline that omnistage knows how to set up.
 
         Args:

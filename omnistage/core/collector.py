@@ -1,6 +1,7 @@
 """The scheduler thread's share: note who is served, collect each step, hand it over.
 
-It reads vLLM's outputs and changes nothing of vLLM's; it never raises and never waits.
+It reads what vLLM returns for a step, and may hold a request's ids back until its last output; it
+touches no state of vLLM's, never raises and never waits.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
+from omnistage.core.withhold import is_plain, may_withhold
 from omnistage.errors import ProtocolError, SubscriberStalled
 from omnistage.request import FinishReason, Payload
 from omnistage.transport.handover import HandOver
@@ -27,11 +29,12 @@ _NO_PAYLOAD: Final[Mapping[str, Mapping[str, Payload]]] = {}
 class Record:
     """A live request with a consumer; the publisher thread keys its state by the same object."""
 
-    __slots__ = ("admission", "segment", "takes_tokens", "tokens", "total")
+    __slots__ = ("admission", "segment", "takes_tokens", "tokens", "total", "withheld")
 
-    def __init__(self, admission: Admission, *, takes_tokens: bool) -> None:
+    def __init__(self, admission: Admission, *, takes_tokens: bool, withhold: bool = False) -> None:
         self.admission = admission
         self.takes_tokens = takes_tokens
+        self.withheld: list[int] | None = [] if withhold else None
         self.tokens = 0  # of this segment
         self.total = 0
         self.segment = 0
@@ -89,9 +92,13 @@ class StepCollector:
     Args:
         takes_tokens: For each channel, whether its processor declared ``requires_token_updates``.
         limit: Steps that may wait.
+        log_stats: Whether the engine keeps statistics.
     """
 
-    def __init__(self, takes_tokens: Mapping[str, bool], limit: int) -> None:
+    def __init__(
+        self, takes_tokens: Mapping[str, bool], limit: int, *, log_stats: bool = True
+    ) -> None:
+        self._log_stats = log_stats
         self.steps: HandOver[StepEvents | Refusal] = HandOver(limit)
         self._takes_tokens = takes_tokens
         self._records: dict[str, Record] = {}
@@ -119,7 +126,11 @@ class StepCollector:
         except (ProtocolError, AttributeError, TypeError) as error:
             self._refuse(request, str(error))
         else:
-            self._records[request.request_id] = Record(admission, takes_tokens=any(takes))
+            self._records[request.request_id] = Record(
+                admission,
+                takes_tokens=any(takes),
+                withhold=may_withhold(request, log_stats=self._log_stats),
+            )
 
     def begin(self, runner_output: Any) -> None:
         """Take the payload off a step's output before vLLM sees it."""
@@ -146,8 +157,8 @@ class StepCollector:
         elif ended:
             self._hand_over([self._end(request_id, reason) for request_id, reason in ended.items()])
 
-    def collect(self, outputs: Mapping[int, Any], alive: Mapping[str, Any]) -> None:
-        """Hand over what a step brought.
+    def collect(self, outputs: dict[int, Any], alive: Mapping[str, Any]) -> None:
+        """Hand over what a step brought, and take out of ``outputs`` what is withheld.
 
         Args:
             outputs: What vLLM's ``update_from_output`` returned.
@@ -157,32 +168,34 @@ class StepCollector:
         self.abandon()
         if not self._records:
             return
-        events: list[Event] = []
-        emitted: set[str] = set()
-        for engine_outputs in outputs.values():
+        events: dict[Record, Event] = {}
+        for client, engine_outputs in list(outputs.items()):
+            passed = []
             for output in engine_outputs.outputs:
                 record = self._records.get(output.request_id)
                 if record is not None:
-                    emitted.add(output.request_id)
-                    self._take(events, record, output, finished, payload, alive)
+                    self._take(events, record, output, payload, alive)
+                if record is None or not _withhold(record, output):
+                    passed.append(output)
+            if len(passed) < len(engine_outputs.outputs):
+                engine_outputs.outputs = passed
+                if not passed and _is_bare(engine_outputs):
+                    del outputs[client]
         for request_id, tensors in payload.items():
             record = self._records.get(request_id)
-            if record is not None and request_id not in emitted and tensors:
-                events.append(Event(record, (), record.tokens, record.segment, tensors))
-        events += [
-            self._end(request_id, reason)
-            for request_id, reason in finished.items()
-            if request_id in self._records
-        ]
+            if record is not None and record not in events and tensors:
+                events[record] = Event(record, (), record.tokens, record.segment, tensors)
+        for request_id, reason in finished.items():
+            if request_id in self._records:
+                _add(events, self._end(request_id, reason))
         if events:
-            self._hand_over(events)
+            self._hand_over(list(events.values()))
 
     def _take(
         self,
-        events: list[Event],
+        events: dict[Record, Event],
         record: Record,
         output: Any,
-        finished: Mapping[str, FinishReason],
         payload: Mapping[str, Mapping[str, Payload]],
         alive: Mapping[str, Any],
     ) -> None:
@@ -192,8 +205,8 @@ class StepCollector:
         record.tokens += len(ids)
         record.total += len(ids)
         ending = None
-        if output.finish_reason is not None or request_id in finished:
-            reason = finished.get(request_id) or _reason(output.finish_reason)
+        if output.finish_reason is not None:
+            reason = _reason(output.finish_reason)
             request = alive.get(request_id)
             if request is None or request.is_finished():
                 ending = Ending(reason, record.total)
@@ -205,7 +218,7 @@ class StepCollector:
                 record.tokens = 0
         tensors = payload.get(request_id) or None
         if tensors or ending is not None or (ids and record.takes_tokens):
-            events.append(Event(record, ids, position, segment, tensors, ending))
+            _add(events, Event(record, ids, position, segment, tensors, ending))
 
     def _end(self, request_id: str, reason: FinishReason) -> Event:
         record = self._records.pop(request_id)
@@ -229,6 +242,39 @@ class StepCollector:
     def _refuse(self, request: Any, error: str) -> None:
         log.warning("request %s has no consumer: %s", request.request_id, error)
         self.steps.put(Refusal(str(request.request_id), error))
+
+
+def _add(events: dict[Record, Event], event: Event) -> None:
+    """Add a request's event to a step; an error after its ids makes one event with them."""
+    before = events.get(event.record)
+    if before is not None:
+        event = Event(
+            event.record,
+            before.ids + event.ids,
+            before.position,
+            before.segment,
+            before.tensors or event.tensors,
+            event.ending,
+        )
+    events[event.record] = event
+
+
+def _withhold(record: Record, output: Any) -> bool:
+    """Keep a plain output's ids back, or give an ending one all that were."""
+    if record.withheld is None:
+        return False
+    if is_plain(output):
+        record.withheld += output.new_token_ids
+        return True
+    if output.finish_reason is not None and record.withheld:
+        output.new_token_ids = record.withheld + output.new_token_ids
+        record.withheld = None
+    return False
+
+
+def _is_bare(engine_outputs: Any) -> bool:
+    """Whether a client's outputs of a step carry nothing but the requests' own."""
+    return engine_outputs.finished_requests is None and engine_outputs.scheduler_stats is None
 
 
 def _reason(reason: object) -> FinishReason:

@@ -51,7 +51,9 @@ class OmniARSchedulerMixin(Scheduler):
             name: bool(processor.requires_token_updates)
             for name, processor in wiring.channels.items()
         }
-        self._omni_collector = StepCollector(takes_tokens, wiring.handover_limit)
+        self._omni_collector = StepCollector(
+            takes_tokens, wiring.handover_limit, log_stats=self.log_stats
+        )
         adapter = OutputAdapter(wiring.channels, self._omni_collector.steps)
         self._omni_publisher = Publisher(
             adapter,

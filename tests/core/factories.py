@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -115,6 +115,7 @@ def make_request(
     consumers: tuple[tuple[str, str], ...] = ((CHANNEL, SUBSCRIBER),),
     record: bytes | str | None = "default",
     resumable: bool = False,
+    final_only: bool = False,
     **sampling: Any,
 ) -> Request:
     """A request as vLLM's engine core makes it, with our admission record on it."""
@@ -123,6 +124,8 @@ def make_request(
         record = encode(
             Admission(PROTOCOL_VERSION, request_id, 0, final_stage, consumers, Start(seed=7))
         )
+    if final_only:
+        sampling |= {"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
     params = SamplingParams(
         max_tokens=max_tokens,
         extra_args=None if record is None else {"omnistage": record},
@@ -182,6 +185,7 @@ class Harness:
         run_ahead: Steps scheduled before the oldest one's output is taken.
         limit: Steps that the hand-over queue holds.
         samples: Overrides :func:`token`.
+        log_stats: Whether the engine is to keep statistics; without, outputs may be withheld.
     """
 
     def __init__(
@@ -192,16 +196,18 @@ class Harness:
         run_ahead: int = 1,
         limit: int = 1000,
         samples: Any = token,
+        log_stats: bool = True,
     ) -> None:
         takes = {name: p.requires_token_updates for name, p in channels.items()}
         self.scheduler = scheduler
-        self.collector = StepCollector(takes, limit)
+        self.collector = StepCollector(takes, limit, log_stats=log_stats)
         scheduler._omni_collector = self.collector
         self.adapter = OutputAdapter(channels, self.collector.steps)
         self.topics: dict[bytes, Published] = {}
         self.failed: list[Failed] = []
         self.returned: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, Any] = {}
+        self.outputs_seen = 0
         self.messages_by_step: list[list[bytes]] = []
         self.payloads: dict[str, dict[str, Payload]] = {}
         self._run_ahead = run_ahead
@@ -279,6 +285,7 @@ class Harness:
     def _note(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         for engine_outputs in outputs.values():
             for output in engine_outputs.outputs:
+                self.outputs_seen += 1
                 self.returned.setdefault(output.request_id, []).extend(output.new_token_ids)
                 if output.finish_reason is not None:
                     self.finish_reasons[output.request_id] = output.finish_reason

@@ -44,7 +44,7 @@ def asynchronous(request: pytest.FixtureRequest) -> bool:
 
 def harness(asynchronous: bool, processor: Any = None, **options: Any) -> Harness:
     run_ahead = 2 if asynchronous else 1
-    extra = {k: options.pop(k) for k in ("limit", "samples") if k in options}
+    extra = {k: options.pop(k) for k in ("limit", "samples", "log_stats") if k in options}
     scheduler = make_scheduler(asynchronous=asynchronous, **options)
     return Harness(scheduler, {CHANNEL: processor or TokenUpdates()}, run_ahead=run_ahead, **extra)
 
@@ -379,6 +379,7 @@ OPERATIONS = st.lists(
     prefix_cache=st.booleans(),
     blocks=st.sampled_from([9, 14, 200]),
     budget=st.sampled_from([16, 48, 512]),
+    withhold=st.booleans(),
 )
 def test_any_schedule_publishes_what_vllm_returns_and_one_terminal_each(
     operations: list[tuple[str, int, int]],
@@ -387,16 +388,22 @@ def test_any_schedule_publishes_what_vllm_returns_and_one_terminal_each(
     prefix_cache: bool,
     blocks: int,
     budget: int,
+    withhold: bool,
 ) -> None:
     scheduler = make_scheduler(
         asynchronous=asynchronous, budget=budget, blocks=blocks, prefix_cache=prefix_cache
     )
-    run = Harness(scheduler, {CHANNEL: TokenUpdates()}, run_ahead=run_ahead if asynchronous else 1)
+    run = Harness(
+        scheduler,
+        {CHANNEL: TokenUpdates()},
+        run_ahead=run_ahead if asynchronous else 1,
+        log_stats=not withhold,
+    )
     added: list[str] = []
     for kind, a, b in operations:
         if kind == "add":
             added.append(f"r{len(added)}")
-            run.add(make_request(added[-1], prompt=a, max_tokens=b))
+            run.add(make_request(added[-1], prompt=a, max_tokens=b, final_only=withhold))
         elif kind == "abort" and added:
             scheduler.finish_requests(added[a % len(added)], RequestStatus.FINISHED_ABORTED)
             run.publish()
@@ -404,7 +411,59 @@ def test_any_schedule_publishes_what_vllm_returns_and_one_terminal_each(
             for _ in range(a):
                 run.step()
     run.run()
-    check_complete(run)
     assert sorted(run.published.terminals) == sorted(added)
-    for request_id, terminals in run.published.terminals.items():
-        assert terminals[0].tokens == len(run.returned.get(request_id, []))
+    for request_id, (terminal,) in run.published.terminals.items():
+        assert terminal.tokens == len(run.published.ids[request_id])
+        if withhold and terminal.reason is FinishReason.ABORT:
+            # vLLM gives an aborted request no last output: what was withheld is dropped with it.
+            returned = run.returned.setdefault(request_id, [])
+            assert run.published.ids[request_id][: len(returned)] == returned
+            del run.returned[request_id]
+    check_complete(run)
+
+
+def test_withheld_ids_come_with_the_last_output_and_not_before(asynchronous: bool) -> None:
+    run = harness(asynchronous, log_stats=False)
+    run.add(*(make_request(f"r{i}", max_tokens=20, final_only=True) for i in range(4)))
+    run.run()
+    check_complete(run)
+    assert all(len(ids) == 20 for ids in run.returned.values())
+    # Per request the first output, with its prefill statistics, and the last.
+    assert run.outputs_seen == 8
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"final_only": False},
+        {"logprobs": 1},
+        {"final_stage": True},
+        {"record": None},
+        {"resumable": True},
+    ],
+    ids=str,
+)
+def test_outputs_that_somebody_reads_are_not_withheld(change: dict[str, Any]) -> None:
+    run = harness(False, log_stats=False)
+    run.add(make_request("r", **{"max_tokens": 20, "final_only": True, **change}))
+    while run.step():
+        pass
+    assert run.outputs_seen == 20
+
+
+def test_with_statistics_on_nothing_is_withheld() -> None:
+    run = harness(False, log_stats=True)
+    run.add(make_request("r", max_tokens=20, final_only=True))
+    run.run()
+    assert run.outputs_seen == 20
+
+
+def test_an_error_output_carries_what_was_withheld(asynchronous: bool) -> None:
+    run = harness(asynchronous, log_stats=False)
+    run.add(make_request("r", max_tokens=50, final_only=True))
+    for _ in range(6):
+        run.step()
+    run.scheduler.grammar_compile_error_reqs.add("r")
+    run.run()
+    assert [t.reason for t in run.published.terminals["r"]] == [FinishReason.ERROR]
+    check_complete(run)
