@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SLOW_STEP_NS: Final = 1_000_000
-"""A processor that holds the interpreter longer than this in one step delays the scheduler."""
+"""Processors that hold the interpreter longer than this in one step delay the scheduler."""
 
 _NO_TENSORS: Final[Mapping[str, Payload]] = {}
 
@@ -124,8 +124,11 @@ class OutputAdapter:
                 )
                 continue
             batch = _Batch(item.stamp)
+            began = time.perf_counter_ns()
             for event in item.events:
                 self._take(batch, event)
+            if time.perf_counter_ns() - began > SLOW_STEP_NS:
+                self._note_slow(time.perf_counter_ns() - began)
             yield from batch.messages()
             yield from self._error_messages()
 
@@ -189,31 +192,31 @@ class OutputAdapter:
 
     def _emit(
         self, channel: _Channel, event: Event, request_id: str
-    ) -> tuple[list[int], dict[str, Payload]]:
+    ) -> tuple[tuple[int, ...], Mapping[str, Payload]]:
         """Call one channel's processor as its declaration and the event ask for."""
-        processor, ending = channel.processor, event.ending
-        ids: list[int] = []
-        tensors: dict[str, Payload] = {}
-        began = time.perf_counter_ns()
+        processor, ending, tensors = channel.processor, event.ending, event.tensors
         try:
-            if event.tensors or (event.ids and processor.requires_token_updates):
-                step = Step(event.ids, event.position, event.tensors or _NO_TENSORS)
-                _absorb(channel, processor.update(channel.state, step), ids, tensors)
+            ids: tuple[int, ...] = ()
+            rows = _NO_TENSORS
+            if tensors or (event.ids and processor.requires_token_updates):
+                step = Step(event.ids, event.position, tensors or _NO_TENSORS)
+                ids, rows = _checked(channel, processor.update(channel.state, step))
             if ending is not None:
-                _absorb(channel, processor.finish(channel.state, ending.reason), ids, tensors)
+                more, last = _checked(channel, processor.finish(channel.state, ending.reason))
+                if twice := rows.keys() & last.keys():
+                    raise ValueError(f"tensors {sorted(twice)} emitted twice in one step")
+                ids, rows = ids + more, {**rows, **last}
         except Exception as error:
             raise _blame(processor, request_id, error) from error
-        if time.perf_counter_ns() - began > SLOW_STEP_NS:
-            self._note_slow(processor, time.perf_counter_ns() - began)
-        return ids, tensors
+        return ids, rows
 
     def _publish(
         self,
         batch: _Batch,
         event: Event,
         channel: _Channel,
-        ids: list[int],
-        tensors: dict[str, Payload],
+        ids: tuple[int, ...],
+        tensors: Mapping[str, Payload],
     ) -> None:
         ending, admission = event.ending, event.record.admission
         if not ids and not tensors and ending is None:
@@ -224,10 +227,11 @@ class OutputAdapter:
             admission.generation,
             event.segment,
             channel.position,
-            tuple(ids),
-            start=None if channel.started else admission.start,
-            terminal=_terminal(ending, channel.dropped) if ending is not None and over else None,
-            segment_end=ending is not None and not over,
+            ids,
+            (),
+            None if channel.started else admission.start,
+            _terminal(ending, channel.dropped) if ending is not None and over else None,
+            ending is not None and not over,
         )
         channel.started = True
         channel.position = 0 if update.segment_end else channel.position + len(ids)
@@ -281,27 +285,33 @@ class OutputAdapter:
                 )
                 batch.add(destination, update, _NO_TENSORS)
 
-    def _note_slow(self, processor: ChunkProcessor, took_ns: int) -> None:
+    def _note_slow(self, took_ns: int) -> None:
         self.slow_steps += 1
         if self.slow_steps == 1:
             log.warning(
-                "processor %s took %.1f ms for one step of one request; it shares the "
-                "interpreter with the scheduler and slows every request (logged once)",
-                type(processor).__name__,
+                "the processors took %.1f ms for one step; they share the interpreter with the "
+                "scheduler and slow every request (logged once)",
                 took_ns / 1e6,
             )
 
 
-def _absorb(
-    channel: _Channel, emission: Emission | None, ids: list[int], tensors: dict[str, Payload]
-) -> None:
-    """Check what a processor returned and add it to the step's ids and tensors."""
+def _checked(
+    channel: _Channel, emission: Emission | None
+) -> tuple[tuple[int, ...], Mapping[str, Payload]]:
+    """The ids and tensors that a processor returned, if they can be published."""
     if emission is None:
-        return
+        return (), _NO_TENSORS
     if not isinstance(emission, Emission):
         raise TypeError(f"returned {type(emission).__name__}, expected Emission or None")
-    ids += map(operator.index, emission.ids)
-    for name, tensor in emission.tensors.items():
+    if emission.tensors:
+        _check_tensors(emission.tensors)
+    if emission.dropped:
+        channel.dropped += operator.index(emission.dropped)
+    return tuple(map(operator.index, emission.ids)), emission.tensors
+
+
+def _check_tensors(tensors: Mapping[str, Payload]) -> None:
+    for name, tensor in tensors.items():
         if not isinstance(tensor, Payload):
             raise TypeError(f"tensor {name!r} is {type(tensor).__name__}, expected Payload")
         needed = buffer_bytes(TensorInfo(name, tensor.dtype, tensor.shape, tensor.first_row, 0))
@@ -309,10 +319,6 @@ def _absorb(
             raise ValueError(
                 f"tensor {name!r} has {len(tensor.data)} bytes, its shape needs {needed}"
             )
-        if name in tensors:
-            raise ValueError(f"tensor {name!r} emitted twice in one step")
-        tensors[name] = tensor
-    channel.dropped += operator.index(emission.dropped)
 
 
 def _blame(processor: ChunkProcessor, request_id: str, error: Exception) -> ProcessorError:

@@ -15,7 +15,9 @@ from vllm.v1.engine import EngineCoreOutput
 
 _IDS: Final = {"request_id", "new_token_ids", "trace_headers", "num_nans_in_logits"}
 # All else that an output may carry, what a later vLLM adds included.
-_rest = attrgetter(*(name for name in EngineCoreOutput.__struct_fields__ if name not in _IDS))
+_OTHERS: Final = [name for name in EngineCoreOutput.__struct_fields__ if name not in _IDS]
+_others = attrgetter(*_OTHERS)
+_NOTHING: Final = (None,) * len(_OTHERS)
 
 
 def may_withhold(request: Any, *, log_stats: bool) -> bool:
@@ -39,4 +41,8 @@ def may_withhold(request: Any, *, log_stats: bool) -> bool:
 
 def is_plain(output: Any) -> bool:
     """Whether an output carries ids and nothing else, as all but the first and the last do."""
-    return not output.num_nans_in_logits and all(value is None for value in _rest(output))
+    try:
+        return bool(_others(output) == _NOTHING) and not output.num_nans_in_logits
+    except (ValueError, RuntimeError):
+        # An array or a tensor, which will not be compared as a whole.
+        return False
