@@ -180,6 +180,11 @@ def start_engine(config: ARStageConfig, control: str, directory: Path) -> Engine
         raise ConfigError(
             f"vLLM refuses the engine arguments: {error}", stage=config.name
         ) from error
+    ranks = vllm_config.parallel_config.data_parallel_size
+    if ranks > 1 and config.bind.startswith("tcp://") and not config.bind.endswith(":0"):
+        raise ConfigError(
+            f"{ranks} data-parallel ranks cannot share {config.bind}; use port 0", stage=config.name
+        )
     scheduler = vllm_config.scheduler_config
     kind = "OmniARAsyncScheduler" if scheduler.async_scheduling else "OmniARScheduler"
     scheduler.scheduler_cls = f"omnistage.core.scheduler.{kind}"

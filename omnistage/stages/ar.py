@@ -51,7 +51,7 @@ class ARStage:
         self.name = config.name
         self._config = config
         self._endpoints = endpoints
-        self._bind = check_bind(config.bind)
+        check_bind(config.bind)
         self._adapter: InputAdapter = config.input_adapter or TextInput()
         self._generations = count()
         self._running: dict[str, ARRequest] = {}
@@ -74,7 +74,8 @@ class ARStage:
             StartupError: The engine did not come up.
         """
         check_environment()
-        self._control = ControlServer(self._endpoints, self._on_failed, bind=self._bind)
+        # Always ipc: vLLM starts its engine cores on this host, and a fixed port is for the data.
+        self._control = ControlServer(self._endpoints, self._on_failed)
         try:
             engine = await self._start_engine(self._control.endpoint)
             hellos = await self._control.wait_for_hellos(

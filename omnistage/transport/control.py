@@ -31,19 +31,16 @@ class ControlServer:
     Args:
         endpoints: Whose context and directory to use.
         on_failed: Called on the event loop for each request that the engine side gave up.
-        bind: ``ipc`` or a loopback tcp address.
     """
 
-    def __init__(
-        self, endpoints: Endpoints, on_failed: Callable[[Failed], None], *, bind: str = IPC
-    ) -> None:
+    def __init__(self, endpoints: Endpoints, on_failed: Callable[[Failed], None]) -> None:
         self._on_failed = on_failed
         self.hellos: dict[int, Hello] = {}
         self._changed = asyncio.Event()
         self._socket = endpoints.context.socket(zmq.ROUTER)
         set_options(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.endpoint = listen(self._socket, bind, endpoints.directory)
+        self.endpoint = listen(self._socket, IPC, endpoints.directory)
         self._reader = SocketReader(self._socket, self._on_message)
 
     async def wait_for_hellos(self, count: int, *, within: float) -> list[Hello]:

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import msgspec
 import zmq
 
-from omnistage.errors import OmniStageError, ProtocolError, SubscriberStalled, UpdatesLost
+from omnistage.errors import (
+    OmniStageError,
+    ProtocolError,
+    StartupError,
+    SubscriberStalled,
+    UpdatesLost,
+)
 from omnistage.transport.endpoints import LINGER_MS, close_quietly, listen, set_options
 from omnistage.wire import (
     PROTOCOL_VERSION,
@@ -105,11 +111,22 @@ class Publisher:
         self._next: dict[bytes, int] = {}  # subscribed topic -> sequence of its next message
         self._stopping = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bound = threading.Event()
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="omnistage-publisher", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; it says hello on the control socket once it is bound."""
+        """Start the thread and return when it is bound; then it says hello on the control socket.
+
+        Raises:
+            StartupError: It could not bind.
+        """
         self._thread.start()
+        self._bound.wait()
+        if self._failure is not None:
+            raise StartupError(
+                f"the publisher could not bind to {self._config.bind}: {self._failure}"
+            ) from self._failure
 
     def close(self, timeout: float) -> bool:
         """Send what is handed over, then end the thread.
@@ -132,7 +149,11 @@ class Publisher:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._serve(context)
-        except Exception:
+        except Exception as error:
+            if not self._bound.is_set():
+                self._failure = error
+                self._bound.set()
+                return
             # Without this thread every request would wait for ever; vLLM's own shutdown fails them
             # all.
             log.critical("the publisher failed; stopping the engine", exc_info=True)
@@ -147,6 +168,7 @@ class Publisher:
         data.setsockopt(zmq.XPUB_VERBOSE, 1)
         data.setsockopt(zmq.XPUB_NODROP, 1)
         endpoint = listen(data, self._config.bind, Path(self._config.directory))
+        self._bound.set()
         control.connect(self._config.control)
         control.send(
             encode(Hello(PROTOCOL_VERSION, self.epoch, self._dp_index, os.getpid(), endpoint))

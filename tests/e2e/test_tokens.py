@@ -40,20 +40,10 @@ async def test_16_concurrent_requests_of_mixed_lengths_equal_generate(
     for i, (ids, usage) in enumerate(results):
         prompt, fields = requests[i]
         reference = await generate(pipeline, prompt, seed=i, **fields)
+        assert ids == list(reference.token_ids)
         assert usage.output_tokens == len(ids)
         assert usage.prompt_tokens == len(prompt)
         assert usage.finish_reason == reference.finish_reason
-        # bf16 sums differ with the batch's shape, so a run alone may take another turn on a near
-        # tie: the length is vLLM's either way, the ids are compared where the batch was the same.
-        assert len(ids) == len(reference.token_ids) or not fields["ignore_eos"]
-    together = await asyncio.gather(
-        *(generate(pipeline, p, seed=i, **f) for i, (p, f) in enumerate(requests))
-    )
-    equal = sum(
-        ids == list(reference.token_ids)
-        for (ids, _), reference in zip(results, together, strict=True)
-    )
-    assert equal >= 12, f"{equal} of 16 equal"
 
 
 async def test_the_published_ids_are_those_of_vllms_own_final_output(pipeline: Pipeline) -> None:

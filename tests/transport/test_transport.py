@@ -86,7 +86,7 @@ class Site:
         self.endpoints = endpoints
         self.bind = bind
         self.failed: list[Failed] = []
-        self.control = ControlServer(endpoints, self.failed.append, bind=bind)
+        self.control = ControlServer(endpoints, self.failed.append)
         self.publishers: list[Publisher] = []
 
     async def publisher(self, rank: int = 0, source: Source | None = None) -> tuple[Source, str]:
@@ -200,6 +200,15 @@ async def test_failures_reach_the_control_socket(site: Site) -> None:
         while not site.failed:
             await asyncio.sleep(0.005)
     assert site.failed[0].error == "why"
+
+
+async def test_a_publisher_that_cannot_bind_says_so_at_once() -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    with Endpoints() as endpoints, taken:
+        site = Site(endpoints, f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(StartupError, match="Address already in use"):
+            await site.publisher()
+        site.control.close()
 
 
 async def test_a_topic_without_subscriber_is_undelivered_not_dropped(site: Site) -> None:
