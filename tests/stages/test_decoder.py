@@ -1,0 +1,348 @@
+"""The decoder stage, fed with updates by hand: order, chunks, batches, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omnistage.config import DecoderStageConfig
+from omnistage.errors import (
+    DecoderError,
+    OmniStageError,
+    ProcessorError,
+    ProtocolError,
+    ServerError,
+    StageClosed,
+    StartupError,
+    UpdatesLost,
+)
+from omnistage.request import AudioChunk, ChunkPolicy, Codes, FinishReason, Pcm, Start, Terminal
+from omnistage.stages.base import Stage
+from omnistage.stages.decoder import DecoderStage
+from omnistage.transport.endpoints import Endpoints
+from omnistage.wire import Update
+
+SIZE = 100
+END = Terminal(FinishReason.STOP, 9)
+
+
+class Decoder:
+    """Two codebooks; a sample is the sum of a frame and of its neighbours on either side."""
+
+    sample_rate = 8000
+    hop_length = 1
+    codebooks = 2
+    codebook_size = SIZE
+    left_context = 1
+    right_context = 1
+    deterministic = True
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.threads: set[str] = set()
+        self.gate: threading.Event | None = None
+
+    def decode(self, windows: Sequence[Codes]) -> list[Pcm]:
+        if self.gate is not None:
+            self.gate.wait(10)
+        self.batches.append(len(windows))
+        self.threads.add(threading.current_thread().name)
+        if any((w == 66).any() for w in windows):
+            raise RuntimeError("66")
+        out = []
+        for w in windows:
+            x = np.pad(w.sum(axis=1), 1)
+            out.append(((x[:-2] + x[1:-1] + x[2:]) / 1000).astype(np.float32))
+        return out
+
+
+def audio(frames: Sequence[tuple[int, int]]) -> list[float]:
+    return [float(x) for x in Decoder().decode([np.array(frames)])[0]] if frames else []
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.chunks: list[AudioChunk] = []
+        self.outcome: asyncio.Future[Terminal | OmniStageError] = (
+            asyncio.get_running_loop().create_future()
+        )
+
+    def on_chunk(self, chunk: AudioChunk) -> None:
+        assert not self.outcome.done()
+        assert chunk.index == len(self.chunks)
+        self.chunks.append(chunk)
+
+    def on_end(self, terminal: Terminal) -> None:
+        self.outcome.set_result(terminal)
+
+    def on_error(self, error: OmniStageError) -> None:
+        self.outcome.set_result(error)
+
+    @property
+    def pcm(self) -> list[float]:
+        return [float(x) for chunk in self.chunks for x in chunk.pcm]
+
+
+class Feed:
+    """Sends one request's frames in updates of any size."""
+
+    def __init__(self, stage: DecoderStage, request_id: str, **start: Any) -> None:
+        self.sink = Sink()
+        self._stage = stage
+        self._id = request_id
+        self._start: Start | None = Start(**start)
+        self._position = 0
+        stage.open(request_id, self.sink)
+
+    def send(self, *frames: tuple[int, int], terminal: Terminal | None = None) -> None:
+        ids = tuple(i for frame in frames for i in frame)
+        update = Update(
+            self._id, position=self._position, ids=ids, start=self._start, terminal=terminal
+        )
+        self._start = None
+        self._position += len(ids)
+        self._stage.on_update(update, (), 0)
+
+    async def end(self) -> Terminal | OmniStageError:
+        async with asyncio.timeout(10):
+            return await self.sink.outcome
+
+
+@asynccontextmanager
+async def running(decoder: Any = None, **config: Any) -> AsyncIterator[DecoderStage]:
+    decoder = decoder or Decoder()
+    with Endpoints() as endpoints:
+        stage = DecoderStage(DecoderStageConfig(build=lambda: decoder, **config), endpoints)
+        assert isinstance(stage, Stage)
+        await stage.start()
+        serving = asyncio.create_task(stage.serve())
+        yield stage
+        await stage.aclose()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        assert not len(stage)
+
+
+FRAMES = [(i % 50, i % 7) for i in range(60)]
+
+
+async def test_the_audio_is_that_of_the_whole_clip_in_growing_chunks() -> None:
+    decoder = Decoder()
+    async with running(decoder, chunks=ChunkPolicy(first=2, growth=2, steady=16)) as stage:
+        feed = Feed(stage, "r")
+        for frame in FRAMES:
+            feed.send(frame)
+            await asyncio.sleep(0)
+        feed.send(terminal=END)
+        assert await feed.end() is END
+    assert feed.sink.pcm == audio(FRAMES)
+    assert len(feed.sink.chunks[0].pcm) == 2
+    assert max(len(chunk.pcm) for chunk in feed.sink.chunks) <= 16
+    assert {chunk.sample_rate for chunk in feed.sink.chunks} == {8000}
+    assert threading.current_thread().name not in decoder.threads
+
+
+async def test_chunk_sizes_of_the_request_go_before_the_stages() -> None:
+    async with running(chunks=ChunkPolicy(first=30, steady=30)) as stage:
+        feed = Feed(stage, "r", chunks=ChunkPolicy(first=5, growth=1, steady=5))
+        feed.send(*FRAMES, terminal=END)
+        await feed.end()
+    assert [len(chunk.pcm) for chunk in feed.sink.chunks] == [5] * 12
+
+
+async def test_ready_streams_share_one_decode_up_to_the_largest_batch() -> None:
+    decoder = Decoder()
+    async with running(decoder, max_batch=4) as stage:
+        decoder.batches.clear()
+        decoder.gate = threading.Event()
+        feeds = [Feed(stage, f"r{i}") for i in range(9)]
+        for feed in feeds:
+            feed.send(*FRAMES[:8], terminal=END)
+        await asyncio.sleep(0.05)
+        decoder.gate.set()
+        for feed in feeds:
+            assert await feed.end() is END
+            assert feed.sink.pcm == audio(FRAMES[:8])
+    assert max(decoder.batches) == 4
+
+
+async def test_an_empty_stream_ends_at_once() -> None:
+    async with running() as stage:
+        feed = Feed(stage, "r")
+        feed.send(terminal=END)
+        assert await feed.end() is END
+    assert feed.sink.chunks == []
+
+
+@pytest.mark.parametrize(
+    ("updates", "kind"),
+    [
+        ([Update("r", ids=(1, 2))], ProtocolError),
+        ([Update("r", start=Start()), Update("r", start=Start())], ProtocolError),
+        ([Update("r", start=Start(), ids=(1,))], ProtocolError),
+        ([Update("r", start=Start(), position=2, ids=(1, 2))], UpdatesLost),
+        ([Update("r", start=Start(), ids=(1, 2)), Update("r", position=4)], UpdatesLost),
+        ([Update("r", start=Start(), ids=(1, SIZE))], DecoderError),
+        ([Update("r", start=Start(), ids=(1, -1))], DecoderError),
+        (
+            [
+                Update(
+                    "r",
+                    start=Start(),
+                    terminal=Terminal(FinishReason.ERROR, 0, 0, "why", "ProcessorError"),
+                )
+            ],
+            ProcessorError,
+        ),
+        (
+            [
+                Update(
+                    "r",
+                    start=Start(),
+                    terminal=Terminal(FinishReason.ERROR, 0, 0, "why", "no_such_class"),
+                )
+            ],
+            ServerError,
+        ),
+    ],
+    ids=range(9),
+)
+async def test_what_cannot_be_is_a_typed_error_of_that_request_alone(
+    updates: list[Update], kind: type[OmniStageError]
+) -> None:
+    async with running() as stage:
+        good, bad = Feed(stage, "good"), Sink()
+        stage.open("r", bad)
+        for update in updates:
+            stage.on_update(update, (), 0)
+        error = await bad.outcome
+        assert type(error) is kind
+        assert (error.request_id, error.stage) == ("r", "decoder")
+        good.send(*FRAMES, terminal=END)
+        assert await good.end() is END
+
+
+async def test_a_decoder_that_raises_for_one_stream_serves_its_batch_mates() -> None:
+    decoder = Decoder()
+    async with running(decoder) as stage:
+        decoder.gate = threading.Event()
+        feeds = [Feed(stage, f"r{i}") for i in range(6)]
+        for i, feed in enumerate(feeds):
+            feed.send(*FRAMES[:8], (66, 1) if i == 3 else (5, 1), terminal=END)
+        decoder.gate.set()
+        outcomes = [await feed.end() for feed in feeds]
+    assert [isinstance(outcome, DecoderError) for outcome in outcomes] == [i == 3 for i in range(6)]
+    assert "66" in str(outcomes[3])
+    assert feeds[0].sink.pcm == audio([*FRAMES[:8], (5, 1)])
+
+
+async def test_a_dropped_request_is_never_called_again() -> None:
+    decoder = Decoder()
+    async with running(decoder) as stage:
+        decoder.gate = threading.Event()
+        feed = Feed(stage, "r")
+        feed.send(*FRAMES)
+        await asyncio.sleep(0.02)  # it is in the thread now
+        stage.drop("r")
+        stage.drop("r")
+        decoder.gate.set()
+        feed.send(*FRAMES)
+        assert stage.late_updates == 1
+        other = Feed(stage, "other")
+        other.send(terminal=END)
+        await other.end()
+    assert feed.sink.chunks == []
+    assert not feed.sink.outcome.done()
+
+
+async def test_a_loss_fails_every_open_request() -> None:
+    async with running() as stage:
+        feeds = [Feed(stage, f"r{i}") for i in range(3)]
+        stage.on_lost(UpdatesLost("5 messages were lost"))
+        for i, feed in enumerate(feeds):
+            error = await feed.end()
+            assert isinstance(error, UpdatesLost)
+            assert error.request_id == f"r{i}"
+        late = Feed(stage, "late")
+        late.send(*FRAMES, terminal=END)
+        assert await late.end() is END
+
+
+async def test_draining_refuses_new_requests_and_waits_for_the_open_ones() -> None:
+    async with running() as stage:
+        feed = Feed(stage, "r")
+        draining = asyncio.create_task(stage.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(StageClosed, match="draining"):
+            stage.open("late", Sink())
+        assert not draining.done()
+        feed.send(terminal=END)
+        async with asyncio.timeout(5):
+            await draining
+
+
+async def test_closing_fails_what_is_open() -> None:
+    async with running() as stage:
+        feed = Feed(stage, "r")
+        await stage.aclose()
+        assert isinstance(await feed.end(), StageClosed)
+
+
+async def test_a_decoder_that_breaks_its_declaration_is_refused_at_the_start() -> None:
+    class Short(Decoder):
+        def decode(self, windows: Sequence[Codes]) -> list[Pcm]:
+            return [pcm[:-1] for pcm in super().decode(windows)]
+
+    with Endpoints() as endpoints:
+        stage = DecoderStage(DecoderStageConfig(build=Short), endpoints)
+        with pytest.raises(DecoderError, match="Short"):
+            await stage.start()
+
+        def missing() -> Any:
+            raise FileNotFoundError("weights.bin")
+
+        stage = DecoderStage(DecoderStageConfig(build=missing), endpoints)
+        with pytest.raises(StartupError, match=r"weights\.bin"):
+            await stage.start()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    first=st.integers(1, 6),
+    data=st.data(),
+)
+def test_any_grouping_and_interleaving_of_streams_gives_each_its_whole_clip(
+    lengths: list[int], cuts: list[int], first: int, data: st.DataObject
+) -> None:
+    clips = [[((i * 7 + k) % 60, k % 9) for k in range(n)] for i, n in enumerate(lengths)]
+    schedule = data.draw(
+        st.permutations([i for i, n in enumerate(lengths) for _ in range(n // cuts[0] + 1)])
+    )
+
+    async def main() -> None:
+        policy = ChunkPolicy(first=first, growth=1.5, steady=first * 3)
+        async with running(chunks=policy) as stage:
+            feeds = [Feed(stage, f"r{i}") for i in range(len(clips))]
+            sent = [0] * len(clips)
+            for turn, i in enumerate(schedule):
+                size = cuts[turn % len(cuts)]
+                feeds[i].send(*clips[i][sent[i] : sent[i] + size])
+                sent[i] += size
+                await asyncio.sleep(0)
+            for i, feed in enumerate(feeds):
+                feed.send(*clips[i][sent[i] :], terminal=END)
+            for i, feed in enumerate(feeds):
+                assert await feed.end() is END
+                assert feed.sink.pcm == audio(clips[i])
+
+    asyncio.run(main())
