@@ -163,7 +163,7 @@ class Pipeline:
             The request's audio.
 
         Raises:
-            InvalidRequest: A timeout that is not positive.
+            InvalidRequest: A timeout that is not positive, or an argument of another type.
         """
         if timeout is not None and not timeout > 0:
             raise InvalidRequest(f"a timeout must be positive, got {timeout}", parameter="timeout")
@@ -187,6 +187,11 @@ class Pipeline:
                 raise StageClosed(f"the pipeline failed: {error}") from error
         if self._ar is None or self._decoder is None or self._stop.is_set():
             raise StageClosed("the pipeline is not running; use it as `async with`")
+        if self._host is not None and self._host.get_loop() is not asyncio.get_running_loop():
+            raise StageClosed(
+                "the pipeline runs on another event loop; submit from there, for instance with "
+                "asyncio.run_coroutine_threadsafe"
+            )
         return self._ar, self._decoder
 
     async def _run(self) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import enum
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from omnistage.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 Pcm = npt.NDArray[np.float32]
 """Mono samples, float32 in [-1, 1], shape [samples]."""
@@ -139,6 +140,9 @@ class StageInput:
         chunks: Chunk sizes of this request.
         priority: vLLM's request priority; lower runs earlier under the priority policy.
         trace_headers: W3C trace context.
+
+    Raises:
+        InvalidRequest: A value of another type than said.
     """
 
     prompt: str | Sequence[int]
@@ -148,6 +152,28 @@ class StageInput:
     chunks: ChunkPolicy | None = None
     priority: int = 0
     trace_headers: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in _INPUT_TYPES.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise InvalidRequest(
+                    f"{name} must be {kind.__name__}, got {type(value).__name__}", parameter=name
+                )
+        headers = self.trace_headers or {}
+        if not all(isinstance(x, str) for pair in headers.items() for x in pair):
+            raise InvalidRequest(
+                "trace_headers must map strings to strings", parameter="trace_headers"
+            )
+
+
+_INPUT_TYPES: Final[dict[str, type]] = {
+    "sampling": Mapping,
+    "voice": str,
+    "chunks": ChunkPolicy,
+    "priority": int,
+    "trace_headers": Mapping,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,24 @@ async def test_sampling_that_the_stage_owns_or_cannot_use_is_refused(
     assert raised.value.parameter == parameter
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sampling": [1]},
+        {"voice": 3},
+        {"chunks": {"first": 1}},
+        {"priority": "high"},
+        {"trace_headers": "x"},
+        {"trace_headers": {"a": 1}},
+    ],
+    ids=str,
+)
+def test_an_option_of_another_type_is_refused_by_name(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        StageInput(prompt="x", **given)
+    assert raised.value.parameter == next(iter(given))
+
+
 @pytest.mark.parametrize("sampling", [{"stop": ["x"]}, {"stop": "x"}, {"n": 2}, {"n": 0}])
 def test_what_harms_a_downstream_consumer_is_refused(sampling: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):

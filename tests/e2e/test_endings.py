@@ -121,6 +121,14 @@ async def test_dropping_a_stream_aborts_and_says_so(pipeline: Pipeline) -> None:
     await wait_until_idle(pipeline)
 
 
+async def test_another_event_loop_is_refused(pipeline: Pipeline) -> None:
+    def elsewhere() -> None:
+        with pytest.raises(StageClosed, match="another event loop"):
+            asyncio.run(_read_on(pipeline.submit(PROMPT)))
+
+    await asyncio.to_thread(elsewhere)
+
+
 async def test_aborting_one_leaves_the_others_alone(pipeline: Pipeline) -> None:
     others = [
         asyncio.create_task(
