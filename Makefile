@@ -33,8 +33,9 @@ contract: setup ## vLLM's own scheduler tests, with its schedulers and with ours
 bench: setup ## tokens per second and delivery cost beside stock vLLM
 	$(BIN)/python benchmarks/ar.py
 
-soak: setup ## the tests marked slow
-	$(PYTEST) -m slow --timeout=0
+soak: setup ## the tests marked slow, and the contract in full
+	$(PYTEST) -m slow --timeout=0 || [ $$? -eq 5 ] # 5: no test is marked
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.contract --long
 
 check: setup ## what is installed, what runs, and what would not and why
 	$(BIN)/omnistage check
