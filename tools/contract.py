@@ -31,8 +31,8 @@ TESTS = (
     "tests/v1/streaming_input/test_scheduler_streaming.py",
     "tests/v1/engine/test_abort_final_step.py",
 )
-# Of twelve tests with 20,000 random steps each, which take ten times as long as all others together,
-# the short form keeps the two that draft and preempt most.
+# Twelve tests of 20,000 random steps take ten times as long as all others together; the short form
+# keeps the two that draft and preempt most.
 SHORT = "not test_priority_scheduling_blast or preemption-5"
 # Fewer pass only where something is missing: a stub that no longer loads, a test not collected.
 LEAST = 225
