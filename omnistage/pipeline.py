@@ -233,4 +233,5 @@ class Pipeline:
         running = list(self._running.values())
         for request in running:
             request.fail(StageClosed("the pipeline is closing", request_id=request.request_id))
-        await asyncio.gather(*(request.abort() for request in running))
+        # What an abort raises is logged there; the stages are closed in any case.
+        await asyncio.gather(*(request.abort() for request in running), return_exceptions=True)

@@ -91,7 +91,13 @@ class Stream:
         return self._request.usage
 
     async def abort(self) -> None:
-        """Abort the request and return when vLLM has been told. Idempotent, harmless at the end."""
+        """Abort the request and return when every stage has let go of it.
+
+        Idempotent, and harmless after the end.
+
+        Raises:
+            DeadlineExceeded: The engine did not let go in time.
+        """
         self._request.fail(StreamClosed("the stream was aborted", request_id=self.request_id))
         await self._request.abort()
 
@@ -194,7 +200,9 @@ class Submission:
             self._loop.call_soon_threadsafe(self.fail, error)
 
     async def abort(self) -> None:
-        """Return when vLLM has been told; :meth:`fail` comes first."""
+        """Return when the stages have let go; :meth:`fail` comes first and makes them."""
+        if self._decoder is not None:
+            await self._decoder.release(self.request_id)
         if self._ar is not None:
             await self._ar.abort()
 

@@ -186,6 +186,32 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     error: str
 
 
+class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
+    """The AR stage asks its engine cores to let go of a request that it has aborted.
+
+    Args:
+        version: :data:`PROTOCOL_VERSION` of the sender.
+        request_id: Internal id.
+    """
+
+    version: int
+    request_id: str
+
+
+class Released(msgspec.Struct, frozen=True, array_like=True, tag="released"):
+    """An engine core's answer: what it had of the request is published or dropped.
+
+    Args:
+        version: :data:`PROTOCOL_VERSION` of the sender.
+        request_id: As in :class:`Release`.
+        dp_index: As in :class:`Data`.
+    """
+
+    version: int
+    request_id: str
+    dp_index: int
+
+
 class Admission(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What the AR stage tells its scheduler about a request: ``extra_args["omnistage"]``.
 
@@ -207,7 +233,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
 
 
 DataMessage = Data | Subscribed
-ControlMessage = Hello | Failed
+ControlMessage = Hello | Failed | Release | Released
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
@@ -341,6 +367,8 @@ __all__ = [
     "DataMessage",
     "Failed",
     "Hello",
+    "Release",
+    "Released",
     "Subscribed",
     "TensorInfo",
     "Update",

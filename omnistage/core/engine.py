@@ -105,6 +105,18 @@ class Engine:
         """Abort a request, whether or not vLLM knows it (yet)."""
         await self._llm.abort(request_id)
 
+    async def settle(self) -> None:
+        """Return when the engine cores have handled everything sent to them before.
+
+        Raises:
+            EngineDead: The engine died.
+        """
+        try:
+            # Any call will do: vLLM handles calls and aborts in the order they were sent.
+            await self._llm.is_sleeping()
+        except Exception as error:
+            raise translate(error) from error
+
     async def shutdown(self) -> None:
         """Stop vLLM's processes and return when they are gone."""
         # vLLM cancels it only after its processes ended, and until then it would report their end.

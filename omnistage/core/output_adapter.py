@@ -137,6 +137,15 @@ class OutputAdapter:
         taken, self._failures = self._failures, []
         return taken
 
+    def release(self, request_id: str) -> None:
+        """Drop whatever is still held of a request that was aborted.
+
+        The scheduler's terminal has come before this and removed it; only a request whose terminal
+        was lost with a full queue can still be here.
+        """
+        for record in [r for r in self._open if r.admission.request_id == request_id]:
+            del self._open[record]
+
     def undelivered(self, destination: bytes, error: OmniStageError) -> None:
         """Fail every request that is open on a topic whose message could not be sent."""
         for record, request in self._open.items():

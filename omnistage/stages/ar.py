@@ -11,13 +11,13 @@ import contextlib
 import logging
 import os
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from anyio import to_thread
 
 from omnistage import errors
 from omnistage.adapters.input import TextInput, check_consumable
-from omnistage.errors import EngineDead, OmniStageError, ServerError, StageClosed
+from omnistage.errors import DeadlineExceeded, EngineDead, OmniStageError, ServerError, StageClosed
 from omnistage.request import StageRequest, Start, Usage
 from omnistage.stages.base import check_environment
 from omnistage.transport.control import ControlServer
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from omnistage.transport.endpoints import Endpoints
 
 log = logging.getLogger(__name__)
+
+_RELEASE_SECONDS: Final = 10.0
 
 
 class ARStage:
@@ -60,6 +62,7 @@ class ARStage:
         self._watched: list[int] = []
         self._closed: StageClosed | None = None
         self._idle = asyncio.Event()
+        self._dead = asyncio.Event()
         self.publishers: list[str] = []
 
     def __len__(self) -> int:
@@ -113,6 +116,38 @@ class ARStage:
         self._running[request.request_id] = running
         return running
 
+    async def release(self, request_id: str) -> None:
+        """Return when scheduler, processor and transport have let go of an aborted request.
+
+        Raises:
+            DeadlineExceeded: They have not within 10 s; the log says so too.
+        """
+        engine, control = self._engine, self._control
+        if engine is None or control is None or self._dead.is_set():
+            return
+        waits = [
+            asyncio.ensure_future(_let_go(engine, control, request_id)),
+            # An engine that dies meanwhile answers nothing, and holds nothing any more.
+            asyncio.ensure_future(self._dead.wait()),
+        ]
+        try:
+            done, _ = await asyncio.wait(
+                waits, timeout=_RELEASE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if not done:
+            log.error("request %s: the engine did not let go of it in time", request_id)
+            raise DeadlineExceeded(
+                f"the engine did not let go of the request within {_RELEASE_SECONDS:g} s",
+                request_id=request_id,
+                stage=self.name,
+            )
+        if waits[0] in done and (error := waits[0].exception()) and not self._dead.is_set():
+            log.error("request %s: aborting failed", request_id, exc_info=error)
+            raise error
+
     async def serve(self) -> None:
         """Nothing to do: the event loop's own callbacks watch the engine and the control socket."""
         await asyncio.Event().wait()
@@ -127,7 +162,9 @@ class ARStage:
     async def aclose(self) -> None:
         """Abort what is running and stop vLLM. Idempotent."""
         self._close(StageClosed("the stage is closed", stage=self.name))
-        await asyncio.gather(*(request.abort() for request in list(self._running.values())))
+        aborts = [request.abort() for request in list(self._running.values())]
+        # What an abort raises is logged there; the engine is stopped in any case.
+        await asyncio.gather(*aborts, return_exceptions=True)
         self._unwatch()
         engine, self._engine = self._engine, None
         if engine is not None:
@@ -214,6 +251,7 @@ class ARStage:
         self._unwatch()
         log.error("stage %s: an engine process ended", self.name)
         self._close(self._death())
+        self._dead.set()
         for running in list(self._running.values()):
             running.fail(self._death(running.request_id))
 
@@ -247,15 +285,26 @@ class ARRequest:
         self._on_done = on_done
         self._error: OmniStageError | None = None
         self._cancelled = False
+        self._releasing: asyncio.Future[None] | None = None
         self._task = asyncio.get_running_loop().create_task(
             stage.run(request, generation), name=f"omnistage-ar-{request.request_id}"
         )
         self._task.add_done_callback(self._finished)
 
     async def abort(self) -> None:
-        """Abort in vLLM and return when vLLM has been told. Idempotent."""
+        """Abort, and return when scheduler, processor and transport have let go. Idempotent.
+
+        Raises:
+            DeadlineExceeded: They have not in time.
+        """
         self._cancel()
         await asyncio.wait([self._task])
+        if self._cancelled:
+            self._releasing = self._releasing or asyncio.ensure_future(
+                self._stage.release(self.request_id)
+            )
+            # Shielded: who cancels one waiting abort does not take it away from another.
+            await asyncio.shield(self._releasing)
 
     def fail(self, error: OmniStageError) -> None:
         """Report ``error`` instead of the result, and abort."""
@@ -287,6 +336,12 @@ class ARRequest:
             outcome = ServerError(f"{type(error).__name__}: {error}", request_id=self.request_id)
             outcome.__cause__ = error
         self._on_done(outcome)
+
+
+async def _let_go(engine: Engine, control: ControlServer, request_id: str) -> None:
+    """Wait for the scheduler's abort first: the publisher then has all that it will ever get."""
+    await engine.settle()
+    await control.release(request_id)
 
 
 def _admission(request: StageRequest, generation: int) -> Admission:

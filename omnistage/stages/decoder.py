@@ -100,6 +100,8 @@ class DecoderStage:
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._closed: StageClosed | None = None
+        self._batch: asyncio.Future[list[Pcm | DecoderError]] | None = None  # in the thread now
+        self._in_hands: set[str] = set()
         self._decoder: Decoder | None = None
         self._windowed: WindowedDecoder | None = None
         self._subscriber: Subscriber | None = None
@@ -168,6 +170,11 @@ class DecoderStage:
             request.dropped = True
             self._due.pop(request_id, None)
             self._check_idle()
+
+    async def release(self, request_id: str) -> None:
+        """Return when a dropped request is not in the decoder's hands any more."""
+        if self._batch is not None and request_id in self._in_hands:
+            await asyncio.wait([self._batch])
 
     def has_ended(self, request_id: str) -> bool:
         """Whether the request's last update is here, its audio perhaps still being decoded."""
@@ -276,7 +283,12 @@ class DecoderStage:
             for request in batch
             if request.stream is not None
         ]
-        results = await to_thread.run_sync(self._run, work, limiter=self._limiter)
+        self._in_hands = {request.request_id for request in batch}
+        self._batch = asyncio.ensure_future(
+            to_thread.run_sync(self._run, work, limiter=self._limiter)
+        )
+        results = await self._batch
+        self._batch = None
         for request, result in zip(batch, results, strict=True):
             request.busy = False
             if request.dropped:

@@ -15,7 +15,15 @@ import zmq
 from omnistage.errors import ProtocolError, StartupError
 from omnistage.transport.endpoints import IPC, close_quietly, listen, set_options
 from omnistage.transport.reader import SocketReader
-from omnistage.wire import Failed, Hello, decode_control
+from omnistage.wire import (
+    PROTOCOL_VERSION,
+    Failed,
+    Hello,
+    Release,
+    Released,
+    decode_control,
+    encode,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +44,8 @@ class ControlServer:
     def __init__(self, endpoints: Endpoints, on_failed: Callable[[Failed], None]) -> None:
         self._on_failed = on_failed
         self.hellos: dict[int, Hello] = {}
+        self._peers: dict[int, bytes] = {}  # rank -> identity
+        self._releases: dict[str, tuple[set[int], asyncio.Event]] = {}
         self._changed = asyncio.Event()
         self._socket = endpoints.context.socket(zmq.ROUTER)
         set_options(self._socket)
@@ -67,10 +77,39 @@ class ControlServer:
             )
         return [self.hellos[index] for index in sorted(self.hellos)]
 
+    async def release(self, request_id: str) -> None:
+        """Have every engine core let go of a request, and return when all have.
+
+        A core that is gone has let go. Waits without end otherwise: set a deadline around it.
+        """
+        done = asyncio.Event()
+        self._releases[request_id] = (set(self._peers), done)
+        message = encode(Release(PROTOCOL_VERSION, request_id))
+        for rank, peer in list(self._peers.items()):
+            try:
+                self._socket.send_multipart([peer, message], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                # EHOSTUNREACH or EAGAIN: gone, or so far behind that it will be.
+                log.warning("engine core %d cannot be reached: %s", rank, error)
+                self._on_released(request_id, rank)
+        self._reader.touch()
+        try:
+            await done.wait()
+        finally:
+            self._releases.pop(request_id, None)
+
     def close(self) -> None:
         """Stop reading and close. Idempotent."""
         self._reader.close()
         close_quietly(self._socket)
+
+    def _on_released(self, request_id: str, rank: int) -> None:
+        release = self._releases.get(request_id)
+        if release is not None:
+            waiting, done = release
+            waiting.discard(rank)
+            if not waiting:
+                done.set()
 
     def _on_message(self, frames: list[bytes]) -> None:
         try:
@@ -82,6 +121,9 @@ class ControlServer:
             return
         if isinstance(message, Hello):
             self.hellos[message.dp_index] = message
+            self._peers[message.dp_index] = frames[0]
             self._changed.set()
-        else:
+        elif isinstance(message, Failed):
             self._on_failed(message)
+        elif isinstance(message, Released):
+            self._on_released(message.request_id, message.dp_index)

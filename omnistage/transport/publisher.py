@@ -32,8 +32,11 @@ from omnistage.wire import (
     Data,
     Failed,
     Hello,
+    Release,
+    Released,
     Subscribed,
     Update,
+    decode_control,
     encode,
     parse_topic,
 )
@@ -71,6 +74,10 @@ class Source(Protocol):
 
     def failures(self) -> Iterable[Failed]:
         """Take the requests that were given up since the last call."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Drop whatever is still held of a request that was aborted."""
         ...
 
     def undelivered(self, topic: bytes, error: OmniStageError) -> None:
@@ -174,7 +181,7 @@ class Publisher:
             encode(Hello(PROTOCOL_VERSION, self.epoch, self._dp_index, os.getpid(), endpoint))
         )
         poller = zmq.Poller()
-        for waitable in (self._wake, self._source.fileno(), data):
+        for waitable in (self._wake, self._source.fileno(), data, control):
             poller.register(waitable, zmq.POLLIN)
         with _watch(self._config.owner_pid) as owner:
             if owner is not None:
@@ -187,9 +194,27 @@ class Publisher:
                 # answered.
                 self._answer_subscriptions(data)
                 self._publish(data, control)
+                # Releases last: what the scheduler handed over before them has left by now.
+                if control in ready:
+                    self._answer_releases(control)
         self._publish(data, control)
         close_quietly(data)
         close_quietly(control)
+
+    def _answer_releases(self, control: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                message = decode_control(control.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except ProtocolError as error:
+                log.warning("control message dropped: %s", error)
+                continue
+            if isinstance(message, Release):
+                self._source.release(message.request_id)
+                answer = Released(PROTOCOL_VERSION, message.request_id, self._dp_index)
+                with contextlib.suppress(zmq.Again):  # 1000 unread: the AR stage is gone
+                    control.send(encode(answer), zmq.NOBLOCK)
 
     def _publish(self, data: zmq.Socket[bytes], control: zmq.Socket[bytes]) -> None:
         for message in self._source.messages():

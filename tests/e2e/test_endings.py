@@ -103,6 +103,22 @@ async def test_closing_twice_aborts_once_and_reading_on_is_refused(pipeline: Pip
     await wait_until_idle(pipeline)
 
 
+@pytest.mark.parametrize("chunks", [0, 1, 4])
+async def test_abort_returns_when_every_stage_has_let_go(pipeline: Pipeline, chunks: int) -> None:
+    await wait_until_idle(pipeline)
+    streams = [pipeline.submit(PROMPT, sampling=ENDLESS) for _ in range(8)]
+    for stream in streams:
+        await stream.__aenter__()
+        for _ in range(chunks):
+            await anext(stream)
+    await asyncio.gather(*(stream.abort() for stream in streams for _ in range(2)))
+    assert not pipeline._running
+    assert not len(pipeline._ar or ())
+    assert not len(pipeline._decoder or ())
+    # At once, without waiting: no request holds a block any more.
+    assert await pipeline._ar._engine._llm.reset_prefix_cache()  # type: ignore[union-attr]
+
+
 async def test_aborting_before_the_start_starts_nothing(pipeline: Pipeline) -> None:
     stream = pipeline.submit(PROMPT, sampling=ENDLESS)
     await stream.abort()

@@ -263,6 +263,23 @@ async def test_a_dropped_request_is_never_called_again() -> None:
     assert not feed.sink.outcome.done()
 
 
+async def test_releasing_waits_for_the_thread_to_let_go() -> None:
+    decoder = Decoder()
+    async with running(decoder) as stage:
+        decoder.gate = threading.Event()
+        feed = Feed(stage, "r")
+        feed.send(*FRAMES)
+        await asyncio.sleep(0.02)
+        stage.drop("r")
+        await stage.release("unknown")
+        releasing = asyncio.create_task(stage.release("r"))
+        await asyncio.sleep(0.02)
+        assert not releasing.done()
+        decoder.gate.set()
+        async with asyncio.timeout(5):
+            await releasing
+
+
 async def test_a_loss_fails_every_open_request() -> None:
     async with running() as stage:
         feeds = [Feed(stage, f"r{i}") for i in range(3)]

@@ -37,6 +37,7 @@ class Source:
         self.queue: HandOver[Outgoing] = HandOver(limit)
         self.gone: list[tuple[bytes, OmniStageError]] = []
         self.reports: list[Failed] = []
+        self.released: list[str] = []
 
     def fileno(self) -> int:
         return self.queue.fileno()
@@ -47,6 +48,9 @@ class Source:
     def failures(self) -> list[Failed]:
         taken, self.reports = self.reports, []
         return taken
+
+    def release(self, request_id: str) -> None:
+        self.released.append(request_id)
 
     def undelivered(self, destination: bytes, error: OmniStageError) -> None:
         self.gone.append((destination, error))
@@ -200,6 +204,34 @@ async def test_failures_reach_the_control_socket(site: Site) -> None:
         while not site.failed:
             await asyncio.sleep(0.005)
     assert site.failed[0].error == "why"
+
+
+async def test_a_release_is_answered_by_every_rank_after_what_came_before_it(site: Site) -> None:
+    sources = [(await site.publisher(rank)) for rank in (0, 1)]
+    handler = Handler()
+    subscriber = await site.subscriber(handler, "d", sources[0][1])
+    for i in range(300):
+        sources[0][0].send(subscriber.topic, i)
+    async with asyncio.timeout(5):
+        await asyncio.gather(*(site.control.release(f"r{i}") for i in range(20)))
+    assert [sorted(s.released) for s, _ in sources] == [sorted(f"r{i}" for i in range(20))] * 2
+    await handler.wait_for(lambda: len(handler.ids) == 300)
+    assert not site.control._releases
+    subscriber.close()
+
+
+async def test_a_release_is_not_awaited_from_a_rank_that_is_gone(site: Site) -> None:
+    await site.publisher(0)
+    assert await asyncio.to_thread(site.publishers[0].close, 5)
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                async with asyncio.timeout(0.2):
+                    await site.control.release("r")
+                break
+            except TimeoutError:  # not noticed yet: the message went to a closing connection
+                continue
+    assert not site.control._releases
 
 
 async def test_a_publisher_that_cannot_bind_says_so_at_once() -> None:
