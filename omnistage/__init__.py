@@ -5,4 +5,91 @@ Importing this package costs neither vllm nor torch; both load when a stage that
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omnistage.adapters.input import EngineInput, InputAdapter, TextInput
+    from omnistage.adapters.processor import (
+        ChunkProcessor,
+        CodecFrames,
+        Emission,
+        Step,
+        TokenUpdates,
+    )
+    from omnistage.config import ARStageConfig, DecoderStageConfig
+    from omnistage.decoders.base import Decoder, Renderer
+    from omnistage.errors import ClientError, OmniStageError, ServerError
+    from omnistage.pipeline import Pipeline
+    from omnistage.request import AudioChunk, ChunkPolicy, FinishReason, StageInput, Usage
+    from omnistage.stages.base import Stage
+    from omnistage.stream import Stream
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "ARStageConfig": "config",
+    "AudioChunk": "request",
+    "ChunkPolicy": "request",
+    "ChunkProcessor": "adapters.processor",
+    "ClientError": "errors",
+    "CodecFrames": "adapters.processor",
+    "Decoder": "decoders.base",
+    "DecoderStageConfig": "config",
+    "Emission": "adapters.processor",
+    "EngineInput": "adapters.input",
+    "FinishReason": "request",
+    "InputAdapter": "adapters.input",
+    "OmniStageError": "errors",
+    "Pipeline": "pipeline",
+    "Renderer": "decoders.base",
+    "ServerError": "errors",
+    "Stage": "stages.base",
+    "StageInput": "request",
+    "Step": "adapters.processor",
+    "Stream": "stream",
+    "TextInput": "adapters.input",
+    "TokenUpdates": "adapters.processor",
+    "Usage": "request",
+}
+
+__all__ = [
+    "ARStageConfig",
+    "AudioChunk",
+    "ChunkPolicy",
+    "ChunkProcessor",
+    "ClientError",
+    "CodecFrames",
+    "Decoder",
+    "DecoderStageConfig",
+    "Emission",
+    "EngineInput",
+    "FinishReason",
+    "InputAdapter",
+    "OmniStageError",
+    "Pipeline",
+    "Renderer",
+    "ServerError",
+    "Stage",
+    "StageInput",
+    "Step",
+    "Stream",
+    "TextInput",
+    "TokenUpdates",
+    "Usage",
+    "__version__",
+]
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first asked for."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__
