@@ -79,7 +79,11 @@ def test_the_ci_script_can_be_executed() -> None:
 )
 def test_a_make_target_brings_the_environment_up_first(target: str) -> None:
     plan = subprocess.run(
-        ["make", "-n", target], cwd=ROOT, capture_output=True, check=True, text=True
+        ["make", "--no-print-directory", "-n", target],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
     )
     assert plan.stdout.splitlines()[0].endswith("tools/setup_env.py")
 
