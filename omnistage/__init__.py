@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         Step,
         TokenUpdates,
     )
-    from omnistage.config import ARStageConfig, DecoderStageConfig
+    from omnistage.config import ARStageConfig, Deadlines, DecoderStageConfig
     from omnistage.decoders.base import Decoder, Renderer
     from omnistage.errors import ClientError, OmniStageError, ServerError
     from omnistage.pipeline import Pipeline
@@ -34,6 +34,7 @@ _HOMES = {
     "ChunkProcessor": "adapters.processor",
     "ClientError": "errors",
     "CodecFrames": "adapters.processor",
+    "Deadlines": "config",
     "Decoder": "decoders.base",
     "DecoderStageConfig": "config",
     "Emission": "adapters.processor",
@@ -60,6 +61,7 @@ __all__ = [
     "ChunkProcessor",
     "ClientError",
     "CodecFrames",
+    "Deadlines",
     "Decoder",
     "DecoderStageConfig",
     "Emission",

@@ -57,6 +57,30 @@ class ARStageConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """How long a request may be without progress; None for as long as it takes.
+
+    Args:
+        between_chunks: Seconds from an update or a chunk that was due to the next one. It starts
+            with the first update and pauses while the request is preempted or its reader does not
+            read.
+        first_audio: Seconds from the request to its first chunk, time in vLLM's queue included.
+
+    Raises:
+        ConfigError: A time that is not positive.
+    """
+
+    between_chunks: float | None = 30.0
+    first_audio: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("between_chunks", "first_audio"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"deadlines.{name} must be positive or None, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderStageConfig:
     """A decoder stage: what turns frames into audio, and in which portions.
 
@@ -64,18 +88,29 @@ class DecoderStageConfig:
         build: Makes the decoder; called once in a worker thread, so that it may load weights.
         chunks: Chunk sizes of requests that do not set their own.
         max_batch: Streams that are decoded in one call.
+        deadlines: How long a request may be without progress.
+        max_unread: Seconds of audio that a reader may leave unread.
+        slow_reader: What happens beyond that: ``hold`` decodes no more of the request until it is
+            read, ``fail`` ends it with ReaderStalled.
         name: Names the stage in errors, logs and metrics.
 
     Raises:
-        ConfigError: A name that cannot be one, or a batch of none.
+        ConfigError: A name that cannot be one, a batch of none, or no audio that may be unread.
     """
 
     build: Callable[[], Decoder]
     chunks: ChunkPolicy = field(default_factory=ChunkPolicy)
     max_batch: int = 32
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    max_unread: float = 30.0
+    slow_reader: Literal["hold", "fail"] = "hold"
     name: str = "decoder"
 
     def __post_init__(self) -> None:
         check_name(self.name, "a stage name")
         if self.max_batch < 1:
             raise ConfigError(f"max_batch must be at least 1, got {self.max_batch}")
+        if not self.max_unread > 0:
+            raise ConfigError(f"max_unread must be positive, got {self.max_unread}")
+        if self.slow_reader not in ("hold", "fail"):
+            raise ConfigError(f"slow_reader is 'hold' or 'fail', got {self.slow_reader!r}")

@@ -7,7 +7,8 @@ do::
     ├── ClientError                 the caller can fix it (HTTP 4xx)
     │   ├── InvalidRequest          text, ids, sampling or options that cannot be served
     │   ├── ConfigError             a pipeline, stage or decoder that cannot be built as described
-    │   └── StreamClosed            a stream used after it was closed or aborted
+    │   ├── StreamClosed            a stream used after it was closed or aborted
+    │   └── ReaderStalled           a stream that is not read
     └── ServerError                 the pipeline could not do it (HTTP 5xx)
         ├── UnsupportedEnvironment  platform, event loop or package version out of range
         ├── StartupError            a stage did not come up
@@ -81,6 +82,10 @@ class StreamClosed(ClientError):
     """The stream was closed or aborted before this call."""
 
 
+class ReaderStalled(ClientError):
+    """The stream was not read and its unread audio reached the bound."""
+
+
 class ServerError(OmniStageError):
     """The pipeline failed a request that was in order."""
 
@@ -123,3 +128,11 @@ class UpdatesLost(ServerError):
 
 class SubscriberStalled(ServerError):
     """The request's subscriber does not read and its updates no longer fit in the bound."""
+
+
+def error_of_kind(kind: str | None, message: str) -> OmniStageError:
+    """The error that another process reported, as its own class; unknown ones as ServerError."""
+    found = globals().get(kind or "")
+    if isinstance(found, type) and issubclass(found, OmniStageError):
+        return found(message)
+    return ServerError(message)

@@ -205,7 +205,9 @@ class Pipeline:
                 # The engine first: it may be forked, and the decoder starts torch's threads.
                 await ar.start()
                 await decoder.start()
-                await decoder.subscribe(ar.publishers, "local", within=_SUBSCRIBE_SECONDS)
+                await decoder.subscribe(
+                    ar.publishers, "local", within=_SUBSCRIBE_SECONDS, upstream=ar.name
+                )
                 self._ar, self._decoder = ar, decoder
                 await self._serve([ar, decoder])
             finally:

@@ -133,6 +133,7 @@ class Submission:
         self.usage: Usage | None = None
         self.started = False
         self.over = False
+        self.unread_seconds = 0.0
         self._stages = stages
         self._running = running
         self._input = asked
@@ -180,7 +181,11 @@ class Submission:
                 return None
             self._news.clear()
             await self._news.wait()
-        return self._chunks.popleft()
+        chunk = self._chunks.popleft()
+        self.unread_seconds -= chunk.seconds
+        if self._decoder is not None:
+            self._decoder.resume(self.request_id)
+        return chunk
 
     def fail(self, error: OmniStageError) -> None:
         """End the request with ``error`` unless it is over, and abort it in every stage."""
@@ -209,6 +214,7 @@ class Submission:
     def on_chunk(self, chunk: AudioChunk) -> None:
         """From the decoder stage: the next piece of audio."""
         self._chunks.append(chunk)
+        self.unread_seconds += chunk.seconds
         self._news.set()
 
     def on_end(self, terminal: Terminal) -> None:

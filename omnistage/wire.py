@@ -103,6 +103,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
         start: On a request's first update, and only there.
         terminal: On its last update, and only there.
         segment_end: Whether a streaming segment ended here; more may follow.
+        paused: Whether the request waits, preempted, for vLLM to resume it: no update is due.
     """
 
     request_id: str
@@ -114,6 +115,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     start: Start | None = None
     terminal: Terminal | None = None
     segment_end: bool = False
+    paused: bool = False
 
 
 class Data(msgspec.Struct, frozen=True, array_like=True, tag="data"):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
+from vllm.v1.request import RequestStatus
 
 from omnistage.core.withhold import is_plain, may_withhold
 from omnistage.errors import ProtocolError, SubscriberStalled
@@ -65,6 +66,7 @@ class Event(msgspec.Struct, frozen=True):
     segment: int = 0
     tensors: Mapping[str, Payload] | None = None
     ending: Ending | None = None
+    paused: bool = False
 
 
 class StepEvents(msgspec.Struct, frozen=True):
@@ -102,6 +104,7 @@ class StepCollector:
         self.steps: HandOver[StepEvents | Refusal] = HandOver(limit)
         self._takes_tokens = takes_tokens
         self._records: dict[str, Record] = {}
+        self._paused: set[str] = set()  # preempted and not resumed yet
         self._finished: dict[str, FinishReason] | None = (
             None  # a dict while a step is being updated
         )
@@ -157,12 +160,18 @@ class StepCollector:
         elif ended:
             self._hand_over([self._end(request_id, reason) for request_id, reason in ended.items()])
 
-    def collect(self, outputs: dict[int, Any], alive: Mapping[str, Any]) -> None:
+    def collect(
+        self,
+        outputs: dict[int, Any],
+        alive: Mapping[str, Any],
+        preempted: Iterable[str] | None = None,
+    ) -> None:
         """Hand over what a step brought, and take out of ``outputs`` what is withheld.
 
         Args:
             outputs: What vLLM's ``update_from_output`` returned.
             alive: The scheduler's ``requests``.
+            preempted: Requests that the step preempted.
         """
         finished, payload = self._finished or {}, self._payload
         self.abandon()
@@ -185,6 +194,8 @@ class StepCollector:
             record = self._records.get(request_id)
             if record is not None and record not in events and tensors:
                 events[record] = Event(record, (), record.tokens, record.segment, tensors)
+        for request_id in preempted or ():
+            self._pause(events, request_id, alive)
         for request_id, reason in finished.items():
             if request_id in self._records:
                 _add(events, self._end(request_id, reason))
@@ -211,17 +222,33 @@ class StepCollector:
             if request is None or request.is_finished():
                 ending = Ending(reason, record.total)
                 del self._records[request_id]
+                self._paused.discard(request_id)
             else:
                 # A streaming segment: the scheduler keeps the request for its next input.
                 ending = Ending(reason, record.total, segment=True)
                 record.segment += 1
                 record.tokens = 0
         tensors = payload.get(request_id) or None
+        paused = request_id in self._paused and ending is None
+        if paused and alive[request_id].status is not RequestStatus.PREEMPTED:
+            self._paused.discard(request_id)
+            paused = False
         if tensors or ending is not None or (ids and record.takes_tokens):
-            _add(events, Event(record, ids, position, segment, tensors, ending))
+            _add(events, Event(record, ids, position, segment, tensors, ending, paused))
+
+    def _pause(
+        self, events: dict[Record, Event], request_id: str, alive: Mapping[str, Any]
+    ) -> None:
+        """Say that no update is due from a request that waits to be resumed."""
+        record, request = self._records.get(request_id), alive.get(request_id)
+        # By now it may have been resumed, or ended, under async scheduling.
+        if record and request and request.status is RequestStatus.PREEMPTED:
+            self._paused.add(request_id)
+            _add(events, Event(record, (), record.tokens, record.segment, paused=True))
 
     def _end(self, request_id: str, reason: FinishReason) -> Event:
         record = self._records.pop(request_id)
+        self._paused.discard(request_id)
         return Event(record, (), record.tokens, record.segment, None, Ending(reason, record.total))
 
     def _hand_over(self, events: list[Event]) -> None:
@@ -255,6 +282,7 @@ def _add(events: dict[Record, Event], event: Event) -> None:
             before.segment,
             before.tensors or event.tensors,
             event.ending,
+            event.paused,
         )
     events[event.record] = event
 

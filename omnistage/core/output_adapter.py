@@ -228,7 +228,8 @@ class OutputAdapter:
         tensors: Mapping[str, Payload],
     ) -> None:
         ending, admission = event.ending, event.record.admission
-        if not ids and not tensors and ending is None:
+        pause = event.paused and channel.started
+        if not ids and not tensors and ending is None and not pause:
             return
         over = ending is not None and not ending.segment
         update = Update(
@@ -241,6 +242,7 @@ class OutputAdapter:
             None if channel.started else admission.start,
             _terminal(ending, channel.dropped) if ending is not None and over else None,
             ending is not None and not over,
+            event.paused,
         )
         channel.started = True
         channel.position = 0 if update.segment_end else channel.position + len(ids)
@@ -352,4 +354,5 @@ def _with_tensors(update: Update, infos: tuple[TensorInfo, ...]) -> Update:
         update.start,
         update.terminal,
         update.segment_end,
+        update.paused,
     )

@@ -89,7 +89,7 @@ class OmniARSchedulerMixin(Scheduler):
             collector.abandon()
             raise
         try:
-            collector.collect(outputs, self.requests)
+            collector.collect(outputs, self.requests, scheduler_output.preempted_req_ids)
         except Exception:
             log.exception("a step could not be collected; its requests will miss updates")
         return outputs

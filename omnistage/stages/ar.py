@@ -15,9 +15,16 @@ from typing import TYPE_CHECKING, Final
 
 from anyio import to_thread
 
-from omnistage import errors
 from omnistage.adapters.input import TextInput, check_consumable
-from omnistage.errors import DeadlineExceeded, EngineDead, OmniStageError, ServerError, StageClosed
+from omnistage.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    OmniStageError,
+    ServerError,
+    StageClosed,
+    StreamClosed,
+    error_of_kind,
+)
 from omnistage.request import StageRequest, Start, Usage
 from omnistage.stages.base import check_environment
 from omnistage.transport.control import ControlServer
@@ -225,10 +232,9 @@ class ARStage:
         if running is None:
             log.warning("engine side failed request %s: %s", message.request_id, message.error)
             return
-        kind = getattr(errors, message.kind, ServerError)
-        if not (isinstance(kind, type) and issubclass(kind, OmniStageError)):
-            kind = ServerError
-        running.fail(kind(message.error, request_id=message.request_id, stage=self.name))
+        error = error_of_kind(message.kind, message.error)
+        error.request_id, error.stage = message.request_id, self.name
+        running.fail(error)
 
     def _watch(self, pid: int) -> None:
         """Notice the end of an engine core at once, also while it is idle."""
@@ -324,7 +330,7 @@ class ARRequest:
             if not task.cancelled():
                 task.exception()  # retrieved: ours is reported instead
         elif task.cancelled():
-            outcome = errors.StreamClosed("the request was aborted", request_id=self.request_id)
+            outcome = StreamClosed("the request was aborted", request_id=self.request_id)
         elif (error := task.exception()) is None:
             outcome = task.result()
         elif isinstance(error, OmniStageError):

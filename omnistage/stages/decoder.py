@@ -14,24 +14,26 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from anyio import CapacityLimiter, to_thread
 
-from omnistage import errors
 from omnistage.config import AUDIO
 from omnistage.decoders.window import WindowedDecoder
 from omnistage.errors import (
+    DeadlineExceeded,
     DecoderError,
     OmniStageError,
     ProtocolError,
-    ServerError,
+    ReaderStalled,
     StageClosed,
     StartupError,
     UpdatesLost,
+    error_of_kind,
 )
 from omnistage.request import AudioChunk, ChunkPolicy, Pcm, Start, Terminal
+from omnistage.stages.watch import Watch
 from omnistage.transport.subscriber import Subscriber
 from omnistage.wire import parse_topic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from omnistage.config import DecoderStageConfig
     from omnistage.decoders.base import Decoder
@@ -43,7 +45,13 @@ log = logging.getLogger(__name__)
 
 
 class AudioSink(Protocol):
-    """Who receives one request's audio; called on the event loop, must not block."""
+    """Who receives one request's audio; called on the event loop, must not block.
+
+    Attributes:
+        unread_seconds: Audio that it was given and that nobody has read.
+    """
+
+    unread_seconds: float
 
     def on_chunk(self, chunk: AudioChunk) -> None:
         """The next piece of audio."""
@@ -61,9 +69,10 @@ class AudioSink(Protocol):
 class _Decoding:
     """One request between its first update and its last sample."""
 
-    def __init__(self, request_id: str, sink: AudioSink) -> None:
+    def __init__(self, request_id: str, sink: AudioSink, watch: Watch) -> None:
         self.request_id = request_id
         self.sink = sink
+        self.watch = watch
         self.stream: WindowedStream | None = None  # until the start record is here
         self.chunks = ChunkPolicy()
         self.chunk_index = 0
@@ -72,6 +81,7 @@ class _Decoding:
         self.terminal: Terminal | None = None
         self.dropped = False
         self.busy = False  # its stream is in the worker thread
+        self.held = False  # its reader does not read
 
 
 class DecoderStage:
@@ -100,6 +110,7 @@ class DecoderStage:
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._closed: StageClosed | None = None
+        self._upstream = "ar"
         self._batch: asyncio.Future[list[Pcm | DecoderError]] | None = None  # in the thread now
         self._in_hands: set[str] = set()
         self._decoder: Decoder | None = None
@@ -138,17 +149,21 @@ class DecoderStage:
                 f"the decoder could not be built: {type(error).__name__}: {error}", stage=self.name
             ) from error
 
-    async def subscribe(self, publishers: Sequence[str], subscriber: str, *, within: float) -> None:
+    async def subscribe(
+        self, publishers: Sequence[str], subscriber: str, *, within: float, upstream: str = "ar"
+    ) -> None:
         """Subscribe the channel at an AR stage's publishers.
 
         Args:
             publishers: Their data endpoints.
             subscriber: This stage's id among the channel's subscribers.
             within: Seconds to wait for the confirmations.
+            upstream: Name of that AR stage, for errors.
 
         Raises:
             StartupError: Not all publishers have confirmed in time.
         """
+        self._upstream = upstream
         self._subscriber = Subscriber(self._endpoints, self._channel, subscriber, self)
         await self._subscriber.connect(publishers, within=within)
         log.info("stage %s subscribed %s", self.name, self._channel)
@@ -161,15 +176,28 @@ class DecoderStage:
         """
         if self._closed is not None:
             raise self._closed
-        self._open[request_id] = _Decoding(request_id, sink)
+        watch = Watch(
+            self._config.deadlines,
+            self._upstream,
+            self.name,
+            lambda error: self._late(request_id, error),
+        )
+        self._open[request_id] = _Decoding(request_id, sink, watch)
 
     def drop(self, request_id: str) -> None:
         """Forget a request: its sink is not called again, later updates are ignored. Idempotent."""
-        request = self._open.pop(request_id, None)
+        request = self._open.get(request_id)
         if request is not None:
-            request.dropped = True
-            self._due.pop(request_id, None)
-            self._check_idle()
+            self._forget(request)
+
+    def resume(self, request_id: str) -> None:
+        """Go on with a request that was held, now that its reader has read."""
+        request = self._open.get(request_id)
+        if request is None or not request.held:
+            return
+        if request.sink.unread_seconds < self._config.max_unread:
+            request.held = False
+            self._consider(request)
 
     async def release(self, request_id: str) -> None:
         """Return when a dropped request is not in the decoder's hands any more."""
@@ -246,14 +274,17 @@ class DecoderStage:
             request.wanted -= len(update.ids) // width
         if update.terminal is not None:
             if update.terminal.error is not None:
-                raise error_of(update.terminal)
+                raise error_of_kind(update.terminal.kind, update.terminal.error)
             request.terminal = update.terminal
             request.stream.finish()
+        request.watch.update_came(more_due=request.terminal is None and not update.paused)
         self._consider(request)
 
     def _consider(self, request: _Decoding) -> None:
         """Have the request decoded if a chunk is there; one in the thread comes again after it."""
-        if not request.busy and (request.wanted <= 0 or request.terminal is not None):
+        due = request.wanted <= 0 or request.terminal is not None
+        request.watch.chunk_due(due and not request.held)
+        if due and not request.held and not request.busy:
             self._due[request.request_id] = request
             self._work.set()
 
@@ -316,6 +347,7 @@ class DecoderStage:
         if len(pcm):
             chunk = AudioChunk(request.request_id, request.chunk_index, pcm, self.sample_rate)
             request.chunk_index += 1
+            request.watch.chunk_came()
             request.sink.on_chunk(chunk)
         if request.dropped:  # by the sink
             return
@@ -324,8 +356,19 @@ class DecoderStage:
             self._forget(request)
             request.sink.on_end(terminal)
             return
+        if request.sink.unread_seconds >= self._config.max_unread:
+            if self._config.slow_reader == "fail":
+                limit = self._config.max_unread
+                self._fail(request, ReaderStalled(f"{limit:g} s of audio wait to be read"))
+                return
+            request.held = True
         self._want(request)
         self._consider(request)
+
+    def _late(self, request_id: str, error: DeadlineExceeded) -> None:
+        request = self._open.get(request_id)
+        if request is not None:
+            self._fail(request, error)
 
     def _fail(self, request: _Decoding, error: OmniStageError) -> None:
         self._forget(request)
@@ -335,6 +378,7 @@ class DecoderStage:
 
     def _forget(self, request: _Decoding) -> None:
         request.dropped = True
+        request.watch.close()
         self._open.pop(request.request_id, None)
         self._due.pop(request.request_id, None)
         self._check_idle()
@@ -346,11 +390,3 @@ class DecoderStage:
     def _close(self, why: str) -> None:
         if self._closed is None:
             self._closed = StageClosed(why, stage=self.name)
-
-
-def error_of(terminal: Terminal) -> OmniStageError:
-    """The error that a terminal reports, as its own class where we know it."""
-    kind: Callable[[str], OmniStageError] = getattr(errors, terminal.kind or "", ServerError)
-    if not (isinstance(kind, type) and issubclass(kind, OmniStageError)):
-        kind = ServerError
-    return kind(terminal.error or "the AR stage failed the request")

@@ -142,6 +142,20 @@ def test_preempted_and_resumed_requests_publish_each_id_once(asynchronous: bool)
         assert run.published.ids[f"r{i}"] == [token(f"r{i}", k) for k in range(40)]
 
 
+def test_a_preempted_request_says_so_until_it_is_resumed(asynchronous: bool) -> None:
+    run = harness(asynchronous, blocks=11, budget=48)
+    run.add(*(make_request(f"r{i}", prompt=2 * BLOCK, max_tokens=40) for i in range(4)))
+    run.run()
+    paused = [u.request_id for u in run.published.updates if u.paused]
+    assert paused
+    for request_id in set(paused):
+        updates = [u for u in run.published.updates if u.request_id == request_id]
+        assert not updates[-1].paused
+        assert not any(u.start for u in updates if u.paused)
+    assert not run.collector._paused
+    check_complete(run)
+
+
 def test_abort_before_the_first_token(asynchronous: bool) -> None:
     run = harness(asynchronous)
     run.add(make_request("r"))

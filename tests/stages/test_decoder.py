@@ -13,12 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnistage.config import DecoderStageConfig
+from omnistage.config import Deadlines, DecoderStageConfig
 from omnistage.errors import (
+    ConfigError,
+    DeadlineExceeded,
     DecoderError,
     OmniStageError,
     ProcessorError,
     ProtocolError,
+    ReaderStalled,
     ServerError,
     StageClosed,
     StartupError,
@@ -69,7 +72,10 @@ def audio(frames: Sequence[tuple[int, int]]) -> list[float]:
 
 
 class Sink:
+    counts = False
+
     def __init__(self) -> None:
+        self.unread_seconds = 0.0
         self.chunks: list[AudioChunk] = []
         self.outcome: asyncio.Future[Terminal | OmniStageError] = (
             asyncio.get_running_loop().create_future()
@@ -79,6 +85,7 @@ class Sink:
         assert not self.outcome.done()
         assert chunk.index == len(self.chunks)
         self.chunks.append(chunk)
+        self.unread_seconds += chunk.seconds if self.counts else 0
 
     def on_end(self, terminal: Terminal) -> None:
         self.outcome.set_result(terminal)
@@ -291,6 +298,109 @@ async def test_a_loss_fails_every_open_request() -> None:
         late = Feed(stage, "late")
         late.send(*FRAMES, terminal=END)
         assert await late.end() is END
+
+
+def soon(**deadlines: float) -> Deadlines:
+    return Deadlines(**{"between_chunks": 0.2, **deadlines})
+
+
+async def test_an_ar_stage_that_falls_silent_is_late_and_named() -> None:
+    async with running(deadlines=soon()) as stage:
+        feed = Feed(stage, "r")
+        feed.send((1, 2))
+        error = await feed.end()
+        assert isinstance(error, DeadlineExceeded)
+        assert (error.stage, error.request_id) == ("ar", "r")
+        assert "no update for 0.2 s" in str(error)
+
+
+async def test_a_decoder_that_is_stuck_is_late_and_named_though_updates_come() -> None:
+    decoder = Decoder()
+    async with running(decoder, deadlines=soon()) as stage:
+        decoder.gate = threading.Event()
+        feed = Feed(stage, "r")
+        while not feed.sink.outcome.done():
+            feed.send((1, 2))
+            await asyncio.sleep(0.01)
+        error = await feed.end()
+        assert isinstance(error, DeadlineExceeded)
+        assert error.stage == "decoder"
+        decoder.gate.set()
+
+
+@pytest.mark.parametrize("paused", [True, False])
+async def test_before_the_first_update_and_while_preempted_no_update_is_due(paused: bool) -> None:
+    async with running(deadlines=soon()) as stage:
+        feed = Feed(stage, "r")
+        if paused:
+            feed.send((1, 2))
+            stage.on_update(Update("r", position=2, paused=True), (), 0)
+        await asyncio.sleep(0.6)
+        assert not feed.sink.outcome.done()
+        feed.send((1, 2))
+        error = await feed.end()
+        assert isinstance(error, DeadlineExceeded)
+
+
+@pytest.mark.parametrize(("updates", "late"), [(0, "ar"), (1, "ar"), (40, "decoder")])
+async def test_the_first_audio_has_a_deadline_of_its_own(updates: int, late: str) -> None:
+    decoder = Decoder()
+    async with running(decoder, deadlines=Deadlines(first_audio=0.2)) as stage:
+        decoder.gate = threading.Event()
+        feed = Feed(stage, "r")
+        for frame in FRAMES[:updates]:
+            feed.send(frame)
+        error = await feed.end()
+        assert isinstance(error, DeadlineExceeded)
+        assert error.stage == late
+        assert "no audio within 0.2 s" in str(error)
+        decoder.gate.set()
+
+
+async def test_a_reader_that_does_not_read_holds_its_request_and_no_other() -> None:
+    chunks = ChunkPolicy(first=8, growth=1, steady=8)
+    async with running(chunks=chunks, max_unread=0.004, deadlines=soon()) as stage:
+        slow, quick = Feed(stage, "slow"), Feed(stage, "quick")
+        slow.sink.counts = True
+        slow.send(*FRAMES, terminal=END)
+        quick.send(*FRAMES, terminal=END)
+        assert await quick.end() is END
+        await asyncio.sleep(0.5)  # held for longer than its deadline
+        assert slow.sink.unread_seconds <= 0.004 + 8 / 8000
+        assert not slow.sink.outcome.done()
+        async with asyncio.timeout(5):
+            while not slow.sink.outcome.done():
+                slow.sink.unread_seconds = 0
+                stage.resume("slow")
+                await asyncio.sleep(0.001)
+        assert await slow.end() is END
+        assert slow.sink.pcm == audio(FRAMES)
+
+
+async def test_a_reader_that_does_not_read_can_fail_its_request_instead() -> None:
+    async with running(max_unread=0.002, slow_reader="fail") as stage:
+        feed = Feed(stage, "r")
+        feed.sink.counts = True
+        feed.send(*FRAMES, terminal=END)
+        error = await feed.end()
+        assert isinstance(error, ReaderStalled)
+        assert error.request_id == "r"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"max_batch": 0}, {"max_unread": 0}, {"slow_reader": "drop"}, {"name": "a/b"}],
+    ids=str,
+)
+def test_a_configuration_that_cannot_be_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        DecoderStageConfig(build=Decoder, **bad)
+
+
+@pytest.mark.parametrize("bad", [{"between_chunks": 0}, {"first_audio": -1}], ids=str)
+def test_a_deadline_that_is_over_before_it_starts_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Deadlines(**bad)
 
 
 async def test_draining_refuses_new_requests_and_waits_for_the_open_ones() -> None:
