@@ -15,8 +15,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -64,7 +66,10 @@ def _model_dir() -> str:
 
 
 @cache
-def _vllm_config(budget: int, max_seqs: int, prefix_cache: bool, blocks: int) -> Any:
+def _vllm_config(
+    budget: int, max_seqs: int, prefix_cache: bool, blocks: int, drafts: int, policy: Any
+) -> Any:
+    speculation = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3}
     config = EngineArgs(
         model=_model_dir(),
         skip_tokenizer_init=True,
@@ -74,6 +79,8 @@ def _vllm_config(budget: int, max_seqs: int, prefix_cache: bool, blocks: int) ->
         max_num_seqs=max_seqs,
         enable_prefix_caching=prefix_cache,
         block_size=BLOCK,
+        scheduling_policy=policy,
+        speculative_config=speculation if drafts else None,
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = blocks
     return config
@@ -86,9 +93,12 @@ def make_scheduler(
     max_seqs: int = 16,
     blocks: int = 1000,
     prefix_cache: bool = False,
-) -> OmniARSchedulerMixin:
-    """A scheduler of ours with everything of vLLM's real."""
-    config = _vllm_config(budget, max_seqs, prefix_cache, blocks)
+    drafts: int = 0,
+    policy: str = "fcfs",
+    stock: bool = False,
+) -> Any:
+    """A scheduler of ours, or vLLM's own, with everything of vLLM's real."""
+    config = _vllm_config(budget, max_seqs, prefix_cache, blocks, drafts, policy)
     config.scheduler_config.async_scheduling = asynchronous
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
     cache_config = KVCacheConfig(
@@ -96,8 +106,9 @@ def make_scheduler(
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
     )
-    cls = OmniARAsyncScheduler if asynchronous else OmniARScheduler
-    return cls(
+    ours = OmniARAsyncScheduler if asynchronous else OmniARScheduler
+    theirs = AsyncScheduler if asynchronous else Scheduler
+    return (theirs if stock else ours)(
         vllm_config=config,
         kv_cache_config=cache_config,
         structured_output_manager=StructuredOutputManager(config),
@@ -116,6 +127,7 @@ def make_request(
     record: bytes | str | None = "default",
     resumable: bool = False,
     final_only: bool = False,
+    priority: int = 0,
     **sampling: Any,
 ) -> Request:
     """A request as vLLM's engine core makes it, with our admission record on it."""
@@ -141,6 +153,8 @@ def make_request(
         pooling_params=None,
         block_hasher=get_request_block_hasher(BLOCK, sha256),
         resumable=resumable,
+        priority=priority,
+        arrival_time=0.0,
     )
 
 
@@ -176,44 +190,22 @@ class Published:
             self.updates.append(update)
 
 
-class Harness:
-    """Drives a scheduler step by step, with any number of steps in flight, and captures updates.
+class Driver:
+    """Drives a scheduler step by step with scripted samples, any number of steps in flight.
 
     Args:
-        scheduler: The scheduler to drive.
-        channels: Processor of each channel.
+        scheduler: The scheduler to drive, ours or vLLM's.
         run_ahead: Steps scheduled before the oldest one's output is taken.
-        limit: Steps that the hand-over queue holds.
         samples: Overrides :func:`token`.
-        log_stats: Whether the engine is to keep statistics; without, outputs may be withheld.
     """
 
-    def __init__(
-        self,
-        scheduler: OmniARSchedulerMixin,
-        channels: Mapping[str, ChunkProcessor],
-        *,
-        run_ahead: int = 1,
-        limit: int = 1000,
-        samples: Any = token,
-        log_stats: bool = True,
-    ) -> None:
-        takes = {name: p.requires_token_updates for name, p in channels.items()}
+    def __init__(self, scheduler: Scheduler, *, run_ahead: int = 1, samples: Any = token) -> None:
         self.scheduler = scheduler
-        self.collector = StepCollector(takes, limit, log_stats=log_stats)
-        scheduler._omni_collector = self.collector
-        self.adapter = OutputAdapter(channels, self.collector.steps)
-        self.topics: dict[bytes, Published] = {}
-        self.failed: list[Failed] = []
-        self.returned: dict[str, list[int]] = {}
-        self.finish_reasons: dict[str, Any] = {}
-        self.outputs_seen = 0
-        self.messages_by_step: list[list[bytes]] = []
         self.payloads: dict[str, dict[str, Payload]] = {}
+        self.last_scheduled: SchedulerOutput | None = None
         self._run_ahead = run_ahead
         self._samples = samples
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        self._sampled: dict[str, int] = {}
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -225,7 +217,7 @@ class Harness:
         Returns:
             Whether there is or was anything to do.
         """
-        scheduled = self.scheduler.schedule()
+        scheduled = self.last_scheduled = self.scheduler.schedule()
         if scheduled.total_num_scheduled_tokens:
             self._in_flight.append((scheduled, self._execute(scheduled)))
         idle = not scheduled.total_num_scheduled_tokens
@@ -236,8 +228,11 @@ class Harness:
     def update(self) -> None:
         """Take the oldest step's output."""
         scheduled, output = self._in_flight.popleft()
-        self._note(self.scheduler.update_from_output(scheduled, output))
-        self.publish()
+        self.updated(self.scheduler.update_from_output(scheduled, output))
+        self._draft(scheduled)
+
+    def updated(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """What a step's update returned."""
 
     def run(self, limit: int = 2000) -> None:
         """Step until nothing is left to do."""
@@ -245,6 +240,92 @@ class Harness:
             if not self.step() and not self.scheduler.has_unfinished_requests():
                 return
         raise AssertionError("the scheduler does not come to an end")
+
+    def _execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """What a runner returns: ids for each request whose known tokens are all computed."""
+        ids = list(scheduled.num_scheduled_tokens)
+        sampled: list[list[int]] = []
+        for request_id in ids:
+            request = self.scheduler.requests[request_id]
+            drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
+            # schedule() has already counted this step in, drafts included.
+            computed = request.num_computed_tokens - len(drafts)
+            if computed < request.num_tokens:
+                sampled.append([])
+                continue
+            index = computed - request.num_prompt_tokens
+            accepted = drafts[: self._samples(request_id, index) % (len(drafts) + 1)]
+            sampled.append([*accepted, self._samples(request_id, index + len(accepted))])
+        output = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+        )
+        if self.payloads:
+            setattr(output, PAYLOAD_ATTRIBUTE, self.payloads)
+            self.payloads = {}
+        return output
+
+    def _draft(self, scheduled: SchedulerOutput) -> None:
+        """Propose the next step's draft tokens, where the scheduler speculates."""
+        count = self.scheduler.num_spec_tokens
+        if not count:
+            return
+        ids = [i for i in scheduled.num_scheduled_tokens if i in self.scheduler.requests]
+        drafts = [
+            [
+                self._samples(i, 7000 + self.scheduler.requests[i].num_tokens + k)
+                for k in range(count)
+            ]
+            for i in ids
+        ]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
+
+
+class Harness(Driver):
+    """A driver of one of our schedulers that captures what would be published.
+
+    Args:
+        scheduler: The scheduler to drive.
+        channels: Processor of each channel.
+        run_ahead: Steps scheduled before the oldest one's output is taken.
+        limit: Steps that the hand-over queue holds.
+        samples: Overrides :func:`token`.
+        log_stats: Whether the engine is to keep statistics; without, outputs may be withheld.
+    """
+
+    scheduler: OmniARSchedulerMixin
+
+    def __init__(
+        self,
+        scheduler: OmniARSchedulerMixin,
+        channels: Mapping[str, ChunkProcessor],
+        *,
+        run_ahead: int = 1,
+        limit: int = 1000,
+        samples: Any = token,
+        log_stats: bool = True,
+    ) -> None:
+        super().__init__(scheduler, run_ahead=run_ahead, samples=samples)
+        takes = {name: p.requires_token_updates for name, p in channels.items()}
+        self.collector = StepCollector(takes, limit, log_stats=log_stats)
+        scheduler._omni_collector = self.collector
+        self.adapter = OutputAdapter(channels, self.collector.steps)
+        self.topics: dict[bytes, Published] = {}
+        self.failed: list[Failed] = []
+        self.returned: dict[str, list[int]] = {}
+        self.finish_reasons: dict[str, Any] = {}
+        self.outputs_seen = 0
+        self.messages_by_step: list[list[bytes]] = []
+
+    def updated(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for engine_outputs in outputs.values():
+            for output in engine_outputs.outputs:
+                self.outputs_seen += 1
+                self.returned.setdefault(output.request_id, []).extend(output.new_token_ids)
+                if output.finish_reason is not None:
+                    self.finish_reasons[output.request_id] = output.finish_reason
+        self.publish()
 
     def publish(self) -> None:
         """Do the publisher thread's work."""
@@ -259,33 +340,3 @@ class Harness:
     def published(self) -> Published:
         """The default topic's updates."""
         return self.topics.get(f"{CHANNEL}/{SUBSCRIBER}\0".encode(), Published())
-
-    def _execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """What a runner returns: one id for each request whose known tokens are all computed."""
-        ids = list(scheduled.num_scheduled_tokens)
-        sampled: list[list[int]] = []
-        for request_id in ids:
-            request = self.scheduler.requests[request_id]
-            # schedule() has already counted this step in.
-            if request.num_computed_tokens < request.num_tokens:
-                sampled.append([])
-                continue
-            index = request.num_computed_tokens - request.num_prompt_tokens
-            sampled.append([self._samples(request_id, index)])
-        output = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-            sampled_token_ids=sampled,
-        )
-        if self.payloads:
-            setattr(output, PAYLOAD_ATTRIBUTE, self.payloads)
-            self.payloads = {}
-        return output
-
-    def _note(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
-        for engine_outputs in outputs.values():
-            for output in engine_outputs.outputs:
-                self.outputs_seen += 1
-                self.returned.setdefault(output.request_id, []).extend(output.new_token_ids)
-                if output.finish_reason is not None:
-                    self.finish_reasons[output.request_id] = output.finish_reason
