@@ -1,8 +1,8 @@
 """vLLM's schedulers and ours in lock-step through random schedules: equal after every step.
 
 What each step schedules and returns, each request's state, the queues, the block tables and the
-prefix cache are compared; nothing is excepted here, because the one difference in outputs that we intend
-(withheld ids, see test_scheduler.py) is off while the engine keeps statistics.
+prefix cache are compared; nothing is excepted here, because the one difference in outputs that we
+intend (withheld ids, see test_scheduler.py) is off while the engine keeps statistics.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -148,14 +149,16 @@ OPERATIONS = st.lists(
         st.tuples(st.just("error"), st.integers(0, 40), st.just(0), st.just(0)),
         st.tuples(st.just("session"), st.integers(1, 30), st.integers(1, 8), st.just(0)),
         st.tuples(st.just("more"), st.integers(0, 40), st.integers(1, 8), st.integers(0, 1)),
-        st.tuples(st.just("step"), st.integers(1, 8), st.just(0), st.just(0)),
+        # Together more than the smaller pools hold, so that some are preempted.
+        st.tuples(st.just("burst"), st.integers(20, 60), st.integers(20, 60), st.integers(2, 5)),
+        st.tuples(st.just("step"), st.integers(1, 30), st.just(0), st.just(0)),
     ),
-    max_size=50,
+    min_size=4,
+    max_size=30,
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(
+SCHEDULES = given(
     operations=OPERATIONS,
     asynchronous=st.booleans(),
     run_ahead=st.integers(1, 3),
@@ -165,7 +168,22 @@ OPERATIONS = st.lists(
     drafts=st.sampled_from([0, 0, 3]),
     policy=st.sampled_from(["fcfs", "priority"]),
 )
-def test_every_step_of_ours_equals_vllms(
+
+
+@settings(max_examples=60, deadline=None)
+@SCHEDULES
+def test_every_step_of_ours_equals_vllms(**schedule: Any) -> None:
+    lock_step(**schedule)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, deadline=None)
+@SCHEDULES
+def test_every_step_equals_vllms_in_thousands_of_schedules(**schedule: Any) -> None:
+    lock_step(**schedule)
+
+
+def lock_step(
     operations: list[tuple[str, int, int, int]],
     asynchronous: bool,
     run_ahead: int,
@@ -192,6 +210,10 @@ def test_every_step_of_ours_equals_vllms(
             # A third starts with the same tokens as another, so that the prefix cache has hits.
             prompt = [100 + (a % 3) * 1000 + i for i in range(a)]
             pair.add(names[-1], prompt=prompt, max_tokens=b, priority=c)
+        elif kind == "burst":
+            for i in range(c):
+                names.append(f"r{len(names)}")
+                pair.add(names[-1], prompt=a, max_tokens=b, priority=i % 3)
         elif kind == "session":
             names.append(f"s{len(names)}")
             sessions.append(names[-1])
