@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("PYTHONWARNINGS", "ignore")
 warnings.simplefilter("ignore")
 logging.getLogger("vllm").setLevel(logging.ERROR)
+
+import psutil  # noqa: E402
 
 import omnistage  # noqa: E402
 from omnistage.adapters.processor import Emission, Step  # noqa: E402
@@ -64,6 +67,7 @@ ENGINE_ARGS: dict[str, Any] = {
 }
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 PROCESSOR_MS = (0, 1, 5)
+SETTLE_SECONDS = 1.3
 
 
 class Timed:
@@ -92,6 +96,10 @@ class Timed:
         """Nothing was held back."""
 
 
+Arm = tuple[psutil.Process, Callable[["Round"], Coroutine[Any, Any, int]]]
+"""An engine core, and how to run one request on it."""
+
+
 @dataclass
 class Round:
     """One round of one arm."""
@@ -99,6 +107,7 @@ class Round:
     tokens: int
     seconds: float
     cpu_seconds: float
+    core_cpu_seconds: float = 0.0
     hops_us: list[float] = field(default_factory=list)
     sends_us: list[float] = field(default_factory=list)
     lags_us: list[float] = field(default_factory=list)
@@ -112,7 +121,8 @@ class Round:
 class Stock:
     """Stock vLLM, through its own front-end."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, core: psutil.Process) -> None:
+        self.core = core
         self._llm = llm
         self._stamp = 0.0
         process = llm.output_processor.process_outputs
@@ -158,7 +168,8 @@ class Stock:
 class Ours:
     """An AR stage whose updates go to one queue and coroutine a request."""
 
-    def __init__(self, stage: ARStage) -> None:
+    def __init__(self, stage: ARStage, core: psutil.Process) -> None:
+        self.core = core
         self._stage = stage
         self._queues: dict[str, asyncio.Queue[tuple[Update, int]]] = {}
 
@@ -211,9 +222,12 @@ class Ours:
         return count
 
 
-async def measure(concurrency: int, one: Callable[[Round], Coroutine[Any, Any, int]]) -> Round:
+async def measure(
+    concurrency: int, core: psutil.Process, one: Callable[[Round], Coroutine[Any, Any, int]]
+) -> Round:
     """Run ``concurrency`` requests at once; meanwhile a timer measures how late the loop is."""
     round_ = Round(0, 0.0, 0.0)
+    core_cpu = sum(core.cpu_times()[:2])
     watching = asyncio.create_task(_watch(round_.lags_us))
     cpu = resource.getrusage(resource.RUSAGE_SELF)
     began = time.perf_counter()
@@ -221,6 +235,7 @@ async def measure(concurrency: int, one: Callable[[Round], Coroutine[Any, Any, i
     round_.seconds = time.perf_counter() - began
     used = resource.getrusage(resource.RUSAGE_SELF)
     watching.cancel()
+    round_.core_cpu_seconds = sum(core.cpu_times()[:2]) - core_cpu
     round_.tokens = sum(counts)
     round_.cpu_seconds = used.ru_utime + used.ru_stime - cpu.ru_utime - cpu.ru_stime
     return round_
@@ -246,6 +261,13 @@ def quantile(values: list[float], q: float) -> float:
     return sorted(values)[min(int(q * len(values)), len(values) - 1)] if values else 0.0
 
 
+def new_child(before: set[int]) -> psutil.Process:
+    """The engine core that was just started."""
+    children = psutil.Process().children()
+    (core,) = [c for c in children if c.pid not in before and "EngineCore" in " ".join(c.cmdline())]
+    return core
+
+
 def start_stock() -> Any:
     """Stock vLLM, forked as ours is."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -258,6 +280,7 @@ def start_stock() -> Any:
 
 async def start_ours(stack: AsyncExitStack, endpoints: Endpoints, name: str, share_ns: int) -> Ours:
     """An AR stage and its subscriber."""
+    before = {child.pid for child in psutil.Process().children()}
     config = ARStageConfig(
         model=str(MODEL),
         processor=Timed(share_ns),
@@ -268,7 +291,7 @@ async def start_ours(stack: AsyncExitStack, endpoints: Endpoints, name: str, sha
     stage = ARStage(config, endpoints)
     await stage.start()
     stack.push_async_callback(stage.aclose)
-    ours = Ours(stage)
+    ours = Ours(stage, new_child(before))
     subscriber = Subscriber(endpoints, AUDIO, "bench", ours)
     stack.callback(subscriber.close)
     await subscriber.connect(stage.publishers, within=10)
@@ -284,22 +307,25 @@ async def main(rounds: int, tokens: int) -> None:
         endpoints = stack.enter_context(Endpoints())
         llm = start_stock()
         stack.callback(llm.shutdown, 15)
-        stock = Stock(llm)
+        stock = Stock(llm, new_child(set()))
         engines = {
             ms: await start_ours(stack, endpoints, f"ar{ms}", ms * 1_000_000 // 32)
             for ms in PROCESSOR_MS
         }
         ours = engines[0]
         for concurrency in (1, 8, 32):
-            arms: dict[str, Callable[[Round], Coroutine[Any, Any, int]]] = {
-                "final": lambda r: stock.final(prompt, tokens),
-                "naive": lambda r: stock.naive(prompt, tokens, r.hops_us),
-                "omnistage": lambda r: ours.run(prompt, tokens, r.hops_us, r.sends_us),
+            arms: dict[str, Arm] = {
+                "final": (stock.core, lambda r: stock.final(prompt, tokens)),
+                "naive": (stock.core, lambda r: stock.naive(prompt, tokens, r.hops_us)),
+                "omnistage": (
+                    ours.core,
+                    lambda r: ours.run(prompt, tokens, r.hops_us, r.sends_us),
+                ),
             }
             results = await interleave(rounds, concurrency, arms)
             report(concurrency, results)
-        slow: dict[str, Callable[[Round], Coroutine[Any, Any, int]]] = {
-            f"{ms} ms": lambda r, e=engine: e.run(prompt, tokens, r.hops_us, r.sends_us)  # type: ignore[misc]
+        slow: dict[str, Arm] = {
+            f"{ms} ms": (engine.core, partial(_run_timed, engine, prompt, tokens))
             for ms, engine in engines.items()
         }
         print("\nprocessors that hold the interpreter, 32 streams")
@@ -313,10 +339,14 @@ async def main(rounds: int, tokens: int) -> None:
             )
 
 
+async def _run_timed(engine: Ours, prompt: list[int], tokens: int, round_: Round) -> int:
+    return await engine.run(prompt, tokens, round_.hops_us, round_.sends_us)
+
+
 async def interleave(
     rounds: int,
     concurrency: int,
-    arms: dict[str, Callable[[Round], Coroutine[Any, Any, int]]],
+    arms: dict[str, Arm],
 ) -> dict[str, list[Round]]:
     """Every arm once a round, in an order that changes; one round more to warm up."""
     results: dict[str, list[Round]] = {name: [] for name in arms}
@@ -325,7 +355,10 @@ async def interleave(
         order = list(arms)
         rng.shuffle(order)
         for name in order:
-            outcome = await measure(concurrency, arms[name])
+            # vLLM's processes spin for 1 s after their last step: another arm's would take part
+            # of this one's cores.
+            await asyncio.sleep(SETTLE_SECONDS)
+            outcome = await measure(concurrency, *arms[name])
             if index:
                 results[name].append(outcome)
     return results
@@ -340,7 +373,9 @@ def report(concurrency: int, results: dict[str, list[Round]]) -> None:
         lags = [lag for run in runs for lag in run.lags_us]
         cpu = statistics.median(run.cpu_seconds / run.tokens * 1e6 for run in runs)
         line = f"  {name:10s} {statistics.median(r.rate for r in runs):7.0f} tokens/s"
-        line += f", app CPU {cpu:5.1f} us a token, loop lag p99 {quantile(lags, 0.99) / 1e3:.1f} ms"
+        core = statistics.median(run.core_cpu_seconds / run.tokens * 1e6 for run in runs)
+        line += f", CPU us a token: app {cpu:.1f}, engine core {core:.1f}"
+        line += f"; loop lag p99 {quantile(lags, 0.99) / 1e3:.1f} ms"
         if hops:
             line += ", hop p50/p95/p99 " + "/".join(
                 f"{quantile(hops, q):.0f}" for q in (0.5, 0.95, 0.99)
