@@ -55,6 +55,12 @@ class ARStageConfig:
             if taken in self.engine_args:
                 raise ConfigError(f"engine_args.{taken} is set by the AR stage; leave it out")
 
+    @property
+    def served_name(self) -> str:
+        """The model's name in metrics: vLLM's ``served_model_name``, or the model's own."""
+        names = self.engine_args.get("served_model_name") or self.model.rstrip("/")
+        return names.rpartition("/")[2] if isinstance(names, str) else str(names[0])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:

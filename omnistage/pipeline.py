@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from omnistage.errors import (
@@ -11,6 +12,7 @@ from omnistage.errors import (
     InvalidRequest,
     StageClosed,
 )
+from omnistage.metrics import RequestMetrics, default_metrics
 from omnistage.request import (
     ChunkPolicy,
     StageInput,
@@ -31,6 +33,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SUBSCRIBE_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Whether a pipeline takes requests.
+
+    Args:
+        ok: Whether it does.
+        reason: If not, why.
+        running: Requests in it.
+    """
+
+    ok: bool
+    reason: str | None
+    running: int
 
 
 class Pipeline:
@@ -116,13 +133,32 @@ class Pipeline:
             await host
             raise
 
+    def _request_metrics(self) -> RequestMetrics:
+        ar, decoder = self._configs
+        return RequestMetrics(default_metrics(), ar.served_name, decoder.name)
+
+    def health(self) -> Health:
+        """Whether the pipeline takes requests, and if not, why; never raises."""
+        try:
+            ar, _ = self._stages()
+        except StageClosed as error:
+            return Health(ok=False, reason=str(error), running=len(self._running))
+        reason = ar.closed
+        return Health(
+            ok=reason is None,
+            reason=None if reason is None else str(reason),
+            running=len(self._running),
+        )
+
     async def ready(self) -> None:
         """Return if the pipeline takes requests.
 
         Raises:
             StageClosed: It is not entered, stopping, stopped, or a stage died.
         """
-        self._stages()
+        ar, _ = self._stages()
+        if ar.closed is not None:
+            raise ar.closed
 
     @property
     def sample_rate(self) -> int:
@@ -177,7 +213,14 @@ class Pipeline:
             trace_headers=trace_headers,
         )
         return Stream(
-            Submission(self._stages, self._running, asked, external_id=request_id, timeout=timeout)
+            Submission(
+                self._stages,
+                self._running,
+                asked,
+                metrics=self._request_metrics,
+                external_id=request_id,
+                timeout=timeout,
+            )
         )
 
     def _stages(self) -> tuple[ARStage, DecoderStage]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from types import TracebackType
 
+    from omnistage.metrics import RequestMetrics
     from omnistage.request import AudioChunk, StageInput, Terminal
     from omnistage.stages.ar import ARRequest, ARStage
     from omnistage.stages.decoder import DecoderStage
@@ -116,6 +117,7 @@ class Submission:
         stages: Gives the running stages, or raises StageClosed.
         running: Where it stands while it runs, by internal id.
         asked: What to run.
+        metrics: Makes the request's metrics when it starts.
         external_id: What the caller calls it.
         timeout: Seconds from start to end.
     """
@@ -126,6 +128,7 @@ class Submission:
         running: dict[str, Submission],
         asked: StageInput,
         *,
+        metrics: Callable[[], RequestMetrics],
         external_id: str | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -137,6 +140,8 @@ class Submission:
         self._stages = stages
         self._running = running
         self._input = asked
+        self._make_metrics = metrics
+        self._metrics: RequestMetrics | None = None
         self._external_id = external_id or self.request_id
         self._timeout = timeout
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -165,6 +170,8 @@ class Submission:
             consumers=(decoder.consumer,),
         )
         self._running[self.request_id] = self
+        self._metrics = self._make_metrics()
+        log.info("request %s started", self.request_id)
         try:
             self._ar = ar.submit(request, on_done=self._on_ar_done)
         except OmniStageError as error:
@@ -193,6 +200,9 @@ class Submission:
             return
         self._error = error
         self._chunks.clear()
+        if self._metrics is not None:
+            self._metrics.failure(type(error).__name__)
+            log.info("request %s ended: %s", self.request_id, error)
         self._end()
         if self._decoder is not None:
             self._decoder.drop(self.request_id)
@@ -214,6 +224,8 @@ class Submission:
     def on_chunk(self, chunk: AudioChunk) -> None:
         """From the decoder stage: the next piece of audio."""
         self._chunks.append(chunk)
+        if self._metrics is not None:
+            self._metrics.chunk(chunk.seconds)
         self.unread_seconds += chunk.seconds
         self._news.set()
 
@@ -261,6 +273,9 @@ class Submission:
                 dropped_tokens=terminal.dropped,
                 text=result.text,
             )
+            if self._metrics is not None:
+                self._metrics.success(terminal.reason)
+            log.info("request %s finished: %s", self.request_id, terminal.reason)
             self._end()
 
     def _end(self) -> None:

@@ -75,6 +75,11 @@ class ARStage:
     def __len__(self) -> int:
         return len(self._running)
 
+    @property
+    def closed(self) -> StageClosed | None:
+        """Why the stage takes no requests; None while it does."""
+        return self._closed
+
     async def start(self) -> None:
         """Start vLLM and wait until each engine core's publisher has said hello.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from prometheus_client import REGISTRY
 
 from omnistage.errors import (
     DeadlineExceeded,
@@ -21,7 +22,7 @@ from omnistage.errors import (
     StageClosed,
     StreamClosed,
 )
-from omnistage.pipeline import Pipeline
+from omnistage.pipeline import Health, Pipeline
 from omnistage.request import AudioChunk
 from tests.e2e.conftest import (
     PROMPT,
@@ -145,6 +146,40 @@ async def test_another_event_loop_is_refused(pipeline: Pipeline) -> None:
     await asyncio.to_thread(elsewhere)
 
 
+async def test_health_and_ready_say_whether_requests_are_taken(pipeline: Pipeline) -> None:
+    await wait_until_idle(pipeline)
+    await pipeline.ready()
+    assert pipeline.health() == Health(ok=True, reason=None, running=0)
+    async with pipeline.submit(PROMPT, sampling=ENDLESS):
+        assert pipeline.health().running == 1
+    never = make_pipeline()
+    assert not never.health().ok
+    assert "not running" in (never.health().reason or "")
+    with pytest.raises(StageClosed):
+        await never.ready()
+
+
+async def test_a_request_is_counted_by_how_it_ended(pipeline: Pipeline) -> None:
+    def counted(name: str, **labels: str) -> float:
+        value = REGISTRY.get_sample_value(
+            f"omnistage:{name}",
+            {"model_name": "checkpoint", "stage": "decoder", "replica": "0", **labels},
+        )
+        return value or 0.0
+
+    finished = counted("requests_success_total", finished_reason="length")
+    aborted = counted("requests_failure_total", error="StreamClosed")
+    audio = counted("audio_duration_s_sum")
+    await read(pipeline.submit(PROMPT, sampling={"max_tokens": 60, "ignore_eos": True}))
+    async with pipeline.submit(PROMPT, sampling=ENDLESS) as stream:
+        await anext(stream)
+        assert counted("num_requests_running") == 1
+    assert counted("requests_success_total", finished_reason="length") == finished + 1
+    assert counted("requests_failure_total", error="StreamClosed") == aborted + 1
+    assert counted("audio_duration_s_sum") - audio == pytest.approx(60 * 4 / 24_000)
+    assert counted("num_requests_running") == 0
+
+
 async def test_aborting_one_leaves_the_others_alone(pipeline: Pipeline) -> None:
     others = [
         asyncio.create_task(
@@ -232,6 +267,8 @@ async def test_a_killed_engine_fails_running_and_later_requests_within_seconds()
         assert time.monotonic() - began < 5
         assert all(isinstance(outcome, EngineDead) for outcome in outcomes)
         assert isinstance(await _outcome(pipeline), StageClosed)
+        assert not pipeline.health().ok
+        assert "engine process is gone" in (pipeline.health().reason or "")
     gone = [p for p in engine_processes() if p.pid not in before]
     psutil.wait_procs(gone, timeout=10)
     assert not [p for p in gone if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -144,6 +144,8 @@ TALKER = TalkerPreset(
             "enforce_eager": True,
             "max_model_len": 2048,
             "max_num_seqs": 16,
+            "served_model_name": "talker",
+            "disable_log_stats": True,  # lets per-step outputs that nobody reads be withheld
             # vLLM's CPU runner dies when a seeded request's prefill is split.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": 2048,
