@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SAY ?= Hello world.
+ROUNDS ?= 20
+TOKENS ?= 128
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types contract bench soak check clean
@@ -30,8 +32,8 @@ types: setup ## mypy, strict, on the package, the tests and the tools
 contract: setup ## vLLM's own scheduler tests, with its schedulers and with ours
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.contract
 
-bench: setup ## tokens per second and delivery cost beside stock vLLM
-	$(BIN)/python benchmarks/ar.py
+bench: setup ## tokens per second and delivery cost beside stock vLLM; wants a quiet machine
+	$(BIN)/python benchmarks/ar.py --rounds $(ROUNDS) --tokens $(TOKENS)
 
 soak: setup ## the tests marked slow, and the contract in full
 	$(PYTEST) -m slow --timeout=0 || [ $$? -eq 5 ] # 5: no test is marked
