@@ -72,6 +72,9 @@ class Sandbox:
 
     def leftovers(self) -> list[str]:
         """Processes, sockets and hidden files that should be gone."""
+        # multiprocessing's trackers clean up after the others have ended, then end themselves.
+        trackers = [p for p in self.processes() if "resource_tracker" in " ".join(p.cmdline())]
+        psutil.wait_procs(trackers, PATIENCE_SECONDS)
         sockets = sorted(path.name for path in self.temporary.glob("omni-*"))
         partial = sorted(path.name for path in self.output.glob(".*"))
         return [*map(str, self.processes()), *sockets, *partial]
