@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -184,3 +185,21 @@ def test_the_wiring_crosses_a_process_border_and_stays_out_of_the_compile_cache_
 
     assert wiring_of(Config()) == wired.omnistage
     assert wiring_of(object()) is None
+
+
+def test_a_step_whose_processors_take_long_is_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Busy(TokenUpdates):
+        def update(self, state: None, step: Any) -> Emission:
+            until = time.thread_time_ns() + 2_000_000
+            while time.thread_time_ns() < until:
+                pass
+            return super().update(state, step)
+
+    run = Run(audio=Busy())
+    slow = record("slow")
+    for i in range(3):
+        run.step(Event(slow, (i,), i))
+    assert run.adapter.slow_steps == 3
+    assert len([r for r in caplog.records if "slow every request" in r.message]) == 1
