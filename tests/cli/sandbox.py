@@ -6,6 +6,7 @@ its parents, its group and its name.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -73,7 +74,7 @@ class Sandbox:
     def leftovers(self) -> list[str]:
         """Processes, sockets and hidden files that should be gone."""
         # multiprocessing's trackers clean up after the others have ended, then end themselves.
-        trackers = [p for p in self.processes() if "resource_tracker" in " ".join(p.cmdline())]
+        trackers = [p for p in self.processes() if _is_tracker(p)]
         psutil.wait_procs(trackers, PATIENCE_SECONDS)
         sockets = sorted(path.name for path in self.temporary.glob("omni-*"))
         partial = sorted(path.name for path in self.output.glob(".*"))
@@ -83,8 +84,9 @@ class Sandbox:
         """Files of shared memory that the processes have mapped now."""
         found: set[str] = set()
         for process in self.processes():
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            found.update(re.findall(r"/dev/shm/\S+", maps))  # noqa: S108  read only
+            with contextlib.suppress(OSError):  # ended meanwhile
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+                found.update(re.findall(r"/dev/shm/\S+", maps))  # noqa: S108  read only
         return found
 
     def _is_ours(self, process: Any) -> bool:
@@ -95,6 +97,13 @@ class Sandbox:
             )
         except (psutil.Error, OSError):  # ended meanwhile
             return False
+
+
+def _is_tracker(process: Any) -> bool:
+    try:
+        return any("resource_tracker" in argument for argument in process.cmdline())
+    except psutil.Error:  # ended meanwhile
+        return False
 
 
 class Terminal:
