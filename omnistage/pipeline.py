@@ -16,9 +16,10 @@ from omnistage.metrics import RequestMetrics, default_metrics
 from omnistage.request import (
     ChunkPolicy,
     StageInput,
+    check_text,
 )
 from omnistage.stages.ar import ARStage
-from omnistage.stages.base import check_environment, check_event_loop
+from omnistage.stages.base import check_environment, check_event_loop, settled
 from omnistage.stages.decoder import DecoderStage
 from omnistage.stream import Stream, Submission
 from omnistage.transport.endpoints import Endpoints
@@ -125,13 +126,10 @@ class Pipeline:
         self._stop.set()
         if self._started is not None and not self._started.done():
             self._host.cancel()
-        # Shielded: half a shutdown would leave processes behind.
-        host = asyncio.gather(self._host, return_exceptions=True)
-        try:
-            await asyncio.shield(host)
-        except asyncio.CancelledError:
-            await host
-            raise
+        # However often we are cancelled: half a shutdown would leave processes behind.
+        await settled(self._host)
+        if not self._host.cancelled():
+            self._host.exception()  # retrieved; entering the pipeline or a request has raised it
 
     def _request_metrics(self) -> RequestMetrics:
         ar, decoder = self._configs
@@ -201,8 +199,12 @@ class Pipeline:
         Raises:
             InvalidRequest: A timeout that is not positive, or an argument of another type.
         """
-        if timeout is not None and not timeout > 0:
-            raise InvalidRequest(f"a timeout must be positive, got {timeout}", parameter="timeout")
+        if timeout is not None and not _is_positive(timeout):
+            raise InvalidRequest(
+                f"a timeout must be a positive number of seconds, got {timeout!r}",
+                parameter="timeout",
+            )
+        check_text(request_id, "request_id", limit=256)
         asked = StageInput(
             prompt=prompt,
             sampling=sampling,
@@ -280,3 +282,7 @@ class Pipeline:
             request.fail(StageClosed("the pipeline is closing", request_id=request.request_id))
         # What an abort raises is logged there; the stages are closed in any case.
         await asyncio.gather(*(request.abort() for request in running), return_exceptions=True)
+
+
+def _is_positive(seconds: object) -> bool:
+    return isinstance(seconds, int | float) and seconds > 0

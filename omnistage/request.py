@@ -28,6 +28,8 @@ Pcm = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.int64]
 """Codebook indices, shape [frames, codebooks]."""
 
+_MAX_CHUNK: Final = 1_000_000  # frames, hours of audio
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -44,6 +46,31 @@ def check_name(name: str, what: str) -> str:
             f"digit, got {name!r}"
         )
     return name
+
+
+def check_text(text: object, parameter: str, limit: int = 4096) -> None:
+    """Refuse what is neither None nor text that can cross a process border.
+
+    Raises:
+        InvalidRequest: It is no string, longer than ``limit``, or no valid Unicode.
+    """
+    if text is None:
+        return
+    if not isinstance(text, str):
+        raise InvalidRequest(
+            f"{parameter} must be str, got {type(text).__name__}", parameter=parameter
+        )
+    if len(text) > limit:
+        raise InvalidRequest(
+            f"{parameter} has {len(text)} characters, at most {limit} may cross",
+            parameter=parameter,
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{parameter} is no valid Unicode: {error.reason}", parameter=parameter
+        ) from error
 
 
 class FinishReason(enum.StrEnum):
@@ -77,19 +104,27 @@ class ChunkPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     steady: int = 32
 
     def __post_init__(self) -> None:
-        if not (1 <= self.first <= self.steady and 1 <= self.growth < float("inf")):
+        whole = type(self.first) is int and type(self.steady) is int
+        number = type(self.growth) in (int, float)
+        if not (
+            whole
+            and number
+            and 1 <= self.first <= self.steady <= _MAX_CHUNK
+            and 1 <= self.growth <= _MAX_CHUNK
+        ):
             raise InvalidRequest(
-                f"chunk sizes must satisfy 1 <= first <= steady and growth >= 1, "
+                f"chunk sizes must satisfy 1 <= first <= steady <= {_MAX_CHUNK} and "
+                f"1 <= growth <= {_MAX_CHUNK}, "
                 f"got first={self.first}, growth={self.growth}, steady={self.steady}",
                 parameter="chunks",
             )
 
     def size(self, index: int) -> int:
         """The number of new frames in chunk ``index``, counted from 0."""
-        if self.growth == 1.0:
-            return self.first
-        # Capped, because growth**index overflows a float long after the steady size is reached.
-        return min(int(self.first * self.growth ** min(index, 64)), self.steady)
+        try:
+            return min(int(self.first * self.growth**index), self.steady)
+        except OverflowError:
+            return self.steady
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -160,18 +195,19 @@ class StageInput:
                 raise InvalidRequest(
                     f"{name} must be {kind.__name__}, got {type(value).__name__}", parameter=name
                 )
-        headers = self.trace_headers or {}
-        if not all(isinstance(x, str) for pair in headers.items() for x in pair):
+        if type(self.priority) is not int or not -(2**31) <= self.priority < 2**31:
             raise InvalidRequest(
-                "trace_headers must map strings to strings", parameter="trace_headers"
+                f"priority must be an integer of 32 bits, got {self.priority!r}",
+                parameter="priority",
             )
+        check_text(self.voice, "voice")
+        for text in (x for pair in (self.trace_headers or {}).items() for x in pair):
+            check_text(text, "trace_headers")
 
 
 _INPUT_TYPES: Final[dict[str, type]] = {
     "sampling": Mapping,
-    "voice": str,
     "chunks": ChunkPolicy,
-    "priority": int,
     "trace_headers": Mapping,
 }
 

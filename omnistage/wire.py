@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PROTOCOL_VERSION: Final = 1
-MAX_HEADER_BYTES: Final = 4 << 20
+MAX_HEADER_BYTES: Final = 64 << 20
 MAX_BUFFER_BYTES: Final = 256 << 20
-MAX_BUFFERS: Final = 1024
+MAX_BUFFERS: Final = 16_384
 
 _END: Final = b"\x00"
 ITEM_BYTES: Final[dict[str, int]] = {
@@ -262,6 +262,18 @@ def decode_data(header: Buffer, buffers: Sequence[Buffer] = ()) -> DataMessage:
     elif buffers:
         raise ProtocolError(f"a {type(message).__name__} message carries no buffers")
     return message
+
+
+def sequence_of(header: Buffer) -> tuple[int, int, int] | None:
+    """What can be read of a data header that does not decode: (epoch, dp index, sequence)."""
+    try:
+        fields: Any = msgspec.msgpack.decode(header)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    if not isinstance(fields, list) or len(fields) < 5 or fields[:2] != ["data", PROTOCOL_VERSION]:
+        return None
+    numbers = fields[2:5]
+    return (numbers[0], numbers[1], numbers[2]) if all(type(n) is int for n in numbers) else None
 
 
 def decode_control(header: Buffer) -> ControlMessage:

@@ -77,12 +77,6 @@ def examine() -> Report:
         notes.append(
             "omnistage was developed on CPU; on a GPU it is unproven (Model Runner V2 too)."
         )
-    notes += [
-        f"{name} is installed but cannot be imported beside this torch, and vLLM will try to: "
-        f"pip uninstall {name}"
-        for name in _BREAKING
-        if _broken(name)
-    ]
     return Report(
         omnistage=omnistage.__version__,
         protocol=PROTOCOL_VERSION,
@@ -97,7 +91,7 @@ def examine() -> Report:
 
 
 def _feature(name: str) -> Finding:
-    problems = environment_problems() if name != "EnCodec decoder" else []
+    problems = [*environment_problems(), *_breaking()] if name != "EnCodec decoder" else []
     missing = [m for m in _FEATURES[name] if importlib.util.find_spec(m) is None]
     if missing:
         extra = _EXTRAS[name]
@@ -110,6 +104,14 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _breaking() -> list[str]:
+    return [
+        f"{name} cannot be imported beside this torch, and vLLM tries to: pip uninstall {name}."
+        for name in _BREAKING
+        if _broken(name)
+    ]
 
 
 def _broken(name: str) -> bool:

@@ -13,6 +13,7 @@ import threading
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from anyio import to_thread
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
@@ -21,6 +22,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from omnistage.config import AUDIO
 from omnistage.core.collector import EXTRA_ARG
@@ -142,6 +144,11 @@ class Engine:
                 "with engine_args enable_chunked_prefill=False, or leave the seed out",
                 parameter="seed",
             )
+        for name in sampling:
+            if str(name).startswith("_"):
+                raise InvalidRequest(
+                    f"{name!r} is no public sampling field of vLLM", parameter="sampling"
+                )
         # max_tokens=None: up to the model's length. vLLM's own default of 16 is a fraction of a
         # word.
         fields: dict[str, Any] = {"max_tokens": None, "detokenize": False, **sampling}
@@ -156,9 +163,25 @@ class Engine:
                 f"vLLM refuses the sampling fields: {error}",
                 parameter=getattr(error, "parameter", None) or "sampling",
             ) from error
+        self._check_sendable(params)
         # Masking an id beyond the head, as min_tokens does with stop ids, kills the engine.
         self._check_ids(params.stop_token_ids or [], "stop_token_ids")
         return params
+
+    @staticmethod
+    def _check_sendable(params: SamplingParams) -> None:
+        """Send the parameters to ourselves first.
+
+        vLLM checks values, not always types, and its engine's input thread dies of a field that
+        does not decode, after which no request is ever answered.
+        """
+        try:
+            MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(params))
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequest(
+                f"a sampling field has a type or size that vLLM cannot take: {error}",
+                parameter="sampling",
+            ) from error
 
     def _check_ids(self, ids: list[int], parameter: str) -> None:
         if ids and not (min(ids) >= 0 and max(ids) < self._vocabulary):
@@ -203,7 +226,7 @@ def start_engine(config: ARStageConfig, control: str, directory: Path) -> Engine
     items: Any = vllm_config.additional_config or {}
     vllm_config.additional_config = WiredConfig(items, wiring)
     try:
-        with _start_method(config.start_method):
+        with _variables(config.start_method, directory):
             llm = AsyncLLM.from_vllm_config(
                 vllm_config,
                 enable_log_requests=args.enable_log_requests,
@@ -255,22 +278,25 @@ os.register_at_fork(after_in_child=_detach_signals)
 
 
 @contextlib.contextmanager
-def _start_method(method: str | None) -> Iterator[None]:
-    """Set vLLM's process start method: an environment variable that it reads while starting.
+def _variables(method: str | None, directory: Path) -> Iterator[None]:
+    """Set the environment variables that vLLM and its processes read while they start.
 
-    Only after ``create_engine_config``: the CPU platform writes its own choice there.
+    The start method only after ``create_engine_config``: the CPU platform writes its own choice.
+    And vLLM's own socket files go into our directory, because it never removes them.
     """
-    name = "VLLM_WORKER_MULTIPROC_METHOD"
-    before = os.environ.get(name)
-    if method is not None:
-        os.environ[name] = method
+    changes = {"VLLM_WORKER_MULTIPROC_METHOD": method}
+    if "VLLM_RPC_BASE_PATH" not in os.environ:
+        changes["VLLM_RPC_BASE_PATH"] = str(directory)
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update({name: value for name, value in changes.items() if value is not None})
     if method == "fork":
         _forking.set()
     try:
         yield
     finally:
         _forking.clear()
-        if method is not None and before is None:
-            os.environ.pop(name, None)
-        elif method is not None and before is not None:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

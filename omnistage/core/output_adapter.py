@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_IDS: Final = 65_536
+"""Ids of one emission; a message of a step holds those of all its requests."""
+MAX_TENSORS: Final = 64
+
 SLOW_STEP_NS: Final = 1_000_000
 """Processors that hold the interpreter longer than this in one step delay the scheduler."""
 
@@ -106,6 +110,7 @@ class OutputAdapter:
         self._steps = steps
         self._open: dict[Record, _Open] = {}
         self._failures: list[Failed] = []
+        self._ended: list[Record] = []
         self._errors = _Batch(0)
 
     def __len__(self) -> int:
@@ -131,6 +136,10 @@ class OutputAdapter:
                 self._note_slow(time.thread_time_ns() - began)
             yield from batch.messages()
             yield from self._error_messages()
+            # Only now: until its terminal was sent, a request can still be found undelivered.
+            for record in self._ended:
+                self._open.pop(record, None)
+            self._ended.clear()
 
     def failures(self) -> list[Failed]:
         """Take the requests given up since the last call."""
@@ -169,7 +178,7 @@ class OutputAdapter:
             # _admit stores the request before a processor can raise.
             self._fail(batch, record, self._open[record], error)
         if ending is not None and not ending.segment:
-            self._open.pop(record, None)
+            self._ended.append(record)
 
     def _admit(self, record: Record) -> _Open:
         admission = record.admission
@@ -182,7 +191,8 @@ class OutputAdapter:
             processor = self._channels[name]
             try:
                 state = processor.open(admission.request_id, admission.start)
-            except Exception as error:
+            except BaseException as error:
+                # Whatever it is, SystemExit too: it must not end the publisher's thread.
                 raise _blame(processor, admission.request_id, error) from error
             request.channels.append(_Channel(processor, topics, state))
         return request
@@ -215,7 +225,7 @@ class OutputAdapter:
                 if twice := rows.keys() & last.keys():
                     raise ValueError(f"tensors {sorted(twice)} emitted twice in one step")
                 ids, rows = ids + more, {**rows, **last}
-        except Exception as error:
+        except BaseException as error:
             raise _blame(processor, request_id, error) from error
         return ids, rows
 
@@ -318,13 +328,26 @@ def _checked(
         _check_tensors(emission.tensors)
     if emission.dropped:
         channel.dropped += operator.index(emission.dropped)
-    return tuple(map(operator.index, emission.ids)), emission.tensors
+    ids = tuple(map(operator.index, emission.ids))
+    if len(ids) > MAX_IDS:
+        raise ValueError(f"emitted {len(ids)} ids at once, at most {MAX_IDS} may be")
+    if ids and not (min(ids) >= -(2**63) and max(ids) < 2**63):
+        raise ValueError("emitted an id that does not fit 64 bits")
+    return ids, emission.tensors
 
 
 def _check_tensors(tensors: Mapping[str, Payload]) -> None:
+    if len(tensors) > MAX_TENSORS:
+        raise ValueError(f"emitted {len(tensors)} tensors at once, at most {MAX_TENSORS} may be")
     for name, tensor in tensors.items():
+        if len(str(name)) > 256 or str(name) != name:
+            raise TypeError(f"a tensor's name is a short string, got {str(name)[:80]!r}")
         if not isinstance(tensor, Payload):
             raise TypeError(f"tensor {name!r} is {type(tensor).__name__}, expected Payload")
+        if not all(type(n) is int for n in (*tensor.shape, tensor.first_row)):
+            raise TypeError(f"tensor {name!r} has a shape or first row that is no integer")
+        if not memoryview(tensor.data).c_contiguous:
+            raise ValueError(f"tensor {name!r} is not contiguous")
         needed = buffer_bytes(TensorInfo(name, tensor.dtype, tensor.shape, tensor.first_row, 0))
         if memoryview(tensor.data).nbytes != needed:
             raise ValueError(
@@ -332,8 +355,14 @@ def _check_tensors(tensors: Mapping[str, Payload]) -> None:
             )
 
 
-def _blame(processor: ChunkProcessor, request_id: str, error: Exception) -> ProcessorError:
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def _blame(processor: ChunkProcessor, request_id: str, error: BaseException) -> ProcessorError:
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    what = f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
+    # It crosses the wire: a file name in it may hold bytes that are no text.
+    what = what.encode("utf-8", "backslashreplace").decode()
     return ProcessorError(
         f"processor {type(processor).__name__} failed: {what}", request_id=request_id
     )

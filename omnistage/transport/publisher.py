@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -21,6 +22,7 @@ import zmq
 
 from omnistage.errors import (
     OmniStageError,
+    ProcessorError,
     ProtocolError,
     StartupError,
     SubscriberStalled,
@@ -28,6 +30,8 @@ from omnistage.errors import (
 )
 from omnistage.transport.endpoints import LINGER_MS, close_quietly, listen, set_options
 from omnistage.wire import (
+    MAX_BUFFERS,
+    MAX_HEADER_BYTES,
     PROTOCOL_VERSION,
     Data,
     Failed,
@@ -119,7 +123,7 @@ class Publisher:
         self._stopping = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._bound = threading.Event()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="omnistage-publisher", daemon=True)
 
     def start(self) -> None:
@@ -156,7 +160,7 @@ class Publisher:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._serve(context)
-        except Exception as error:
+        except BaseException as error:
             if not self._bound.is_set():
                 self._failure = error
                 self._bound.set()
@@ -189,7 +193,7 @@ class Publisher:
             while not self._stopping:
                 ready = dict(poller.poll())
                 if owner is not None and owner in ready:
-                    _end_orphan(poller, owner)
+                    _end_orphan(poller, owner, self._config.directory)
                 # Subscriptions first: a request is admitted only after its subscription was
                 # answered.
                 self._answer_subscriptions(data)
@@ -244,6 +248,11 @@ class Publisher:
                 message.updates,
             )
         )
+        if len(header) > MAX_HEADER_BYTES or len(message.buffers) > MAX_BUFFERS:
+            self._source.undelivered(
+                message.topic, ProcessorError("a step's updates are too large for one message")
+            )
+            return
         try:
             data.send_multipart([message.topic, header, *message.buffers], zmq.NOBLOCK)
         except zmq.Again:
@@ -292,10 +301,11 @@ def _watch(pid: int) -> Iterator[int | None]:
         os.close(fd)
 
 
-def _end_orphan(poller: zmq.Poller, owner: int) -> None:
+def _end_orphan(poller: zmq.Poller, owner: int, directory: str) -> None:
     """Stop the engine whose owner died: politely first, so that workers and files go too."""
     log.warning("the process that started this engine is gone; stopping")
     poller.unregister(owner)
+    shutil.rmtree(directory, ignore_errors=True)  # the owner's, who cannot any more
     os.kill(os.getpid(), signal.SIGTERM)
     killer = threading.Timer(_ORPHAN_GRACE_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
     killer.daemon = True

@@ -16,7 +16,7 @@ import zmq
 from omnistage.errors import ProtocolError, StartupError, UpdatesLost
 from omnistage.transport.endpoints import close_quietly, set_options
 from omnistage.transport.reader import SocketReader
-from omnistage.wire import Data, Subscribed, Update, decode_data, topic
+from omnistage.wire import Data, Subscribed, Update, decode_data, sequence_of, topic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,6 +113,8 @@ class Subscriber:
         except ProtocolError as error:
             self.malformed += 1
             log.warning("message dropped: %s (%d so far)", error, self.malformed)
+            if len(frames) > 1 and frames[0] == self.topic:
+                self._on_unreadable(frames[1], error)
             return
         if isinstance(message, Subscribed):
             self._on_subscribed(message)
@@ -141,4 +143,16 @@ class Subscriber:
             missing = message.sequence - expected[1]
             self._handler.on_lost(UpdatesLost(f"{missing} messages of {self.topic!r} were lost"))
         for update in message.updates:
-            self._handler.on_update(update, buffers, message.stamp)
+            try:
+                self._handler.on_update(update, buffers, message.stamp)
+            except Exception:
+                log.exception("update of %s lost: its handler raised", update.request_id)
+
+    def _on_unreadable(self, header: bytes, error: ProtocolError) -> None:
+        """Charge a loss to those who are open now, not to who is when the gap shows."""
+        known = sequence_of(header)
+        if known is not None:
+            epoch, dp_index, sequence = known
+            if self._expected.get(dp_index, (None, 0))[0] == epoch:
+                self._expected[dp_index] = (epoch, sequence + 1)
+        self._handler.on_lost(UpdatesLost(f"a message could not be read: {error.message}"))

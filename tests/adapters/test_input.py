@@ -63,6 +63,11 @@ async def test_sampling_that_the_stage_owns_or_cannot_use_is_refused(
         {"voice": 3},
         {"chunks": {"first": 1}},
         {"priority": "high"},
+        {"priority": True},
+        {"priority": 2**70},
+        {"voice": "\udcff"},
+        {"voice": "x" * 5000},
+        {"trace_headers": {"a": "\ud800"}},
         {"trace_headers": "x"},
         {"trace_headers": {"a": 1}},
     ],
@@ -92,11 +97,19 @@ def test_stop_token_ids_pass() -> None:
         {"growth": 0.5},
         {"growth": float("nan")},
         {"growth": float("inf")},
+        {"growth": 1e200},
+        {"first": 1.5},
+        {"first": True},
+        {"steady": 2**70},
     ],
 )
 def test_chunk_sizes_out_of_range_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(InvalidRequest):
         ChunkPolicy(**bad)  # type: ignore[arg-type]
+
+
+def test_chunk_sizes_never_overflow() -> None:
+    assert ChunkPolicy(first=1, growth=1_000_000, steady=7).size(10**6) == 7
 
 
 def test_chunk_sizes_grow_to_the_steady_one_and_stay() -> None:

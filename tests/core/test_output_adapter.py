@@ -16,7 +16,12 @@ from omnistage.errors import UpdatesLost
 from omnistage.request import FinishReason, Payload, Start
 from omnistage.transport.handover import HandOver
 from omnistage.transport.publisher import Outgoing, PublisherConfig
-from omnistage.wire import PROTOCOL_VERSION, Admission, Update
+from omnistage.wire import PROTOCOL_VERSION, Admission, Data, Update, decode_data, encode
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise RuntimeError("no text for you")
 
 
 class Scripted:
@@ -39,6 +44,26 @@ class Scripted:
                 return Emission([1.5])  # type: ignore[list-item]
             case "lies-about-a-shape":
                 return Emission(tensors={"x": Payload("float32", (2, 2), 0, b"123")})
+            case "unprintable":
+                raise RuntimeError(Unprintable())
+            case "no-text":
+                raise FileNotFoundError("/data/\udcff.bin")
+            case "exits":
+                raise SystemExit(1)
+            case "long":
+                raise RuntimeError("x" * 5_000_000)
+            case "huge-id":
+                return Emission((10**30,))
+            case "many-ids":
+                return Emission(range(100_000))
+            case "many-tensors":
+                return Emission(tensors={str(i): Payload("int8", (1,), 0, b"1") for i in range(99)})
+            case "number-for-a-name":
+                return Emission(tensors={5: Payload("int8", (1,), 0, b"1")})  # type: ignore[dict-item]
+            case "fractional-shape":
+                return Emission(tensors={"x": Payload("int8", (1.0,), 0, b"1")})  # type: ignore[arg-type]
+            case "strided":
+                return Emission(tensors={"x": Payload("int8", (2,), 0, memoryview(b"1234")[::2])})
             case "unknown-dtype":
                 return Emission(tensors={"x": Payload("complex64", (1,), 0, bytes(8))})
         return Emission(step.ids)
@@ -80,6 +105,16 @@ END = Ending(FinishReason.STOP, 5)
         "returns-floats",
         "lies-about-a-shape",
         "unknown-dtype",
+        "unprintable",
+        "no-text",
+        "exits",
+        "long",
+        "huge-id",
+        "many-ids",
+        "many-tensors",
+        "number-for-a-name",
+        "fractional-shape",
+        "strided",
     ],
 )
 def test_a_processor_that_fails_fails_its_own_request_only(request_id: str) -> None:
@@ -92,6 +127,8 @@ def test_a_processor_that_fails_fails_its_own_request_only(request_id: str) -> N
     assert "Scripted" in (terminal.error or "")
     assert updates[request_id].start is not None
     assert updates["good"].ids == (3,)
+    raw = encode(Data(PROTOCOL_VERSION, 1, 0, 0, 0, tuple(updates.values())))
+    assert isinstance(decode_data(raw), Data)  # it can be sent
     assert [failure.request_id for failure in run.adapter.failures()] == [request_id]
     # What vLLM still delivers for it until it is aborted there is ignored.
     assert list(run.updates(Event(bad, (4,)), Event(good, (5,)))) == ["good"]
@@ -156,6 +193,17 @@ def test_an_undelivered_message_fails_the_topics_requests_on_all_their_topics() 
     assert list(terminals) == ["shared"]
     assert terminals["shared"].kind == "UpdatesLost"
     assert list(run.updates(*(Event(r, (2,)) for r in (shared, own, other)))) == ["other"]
+
+
+def test_a_terminal_that_cannot_be_sent_is_reported() -> None:
+    run = Run(audio=TokenUpdates())
+    only = record("r")
+    run.step(Event(only, (1,)))
+    run.steps.put(StepEvents(1, [Event(only, (2,), 1, ending=END)]))
+    for message in run.adapter.messages():
+        run.adapter.undelivered(message.topic, UpdatesLost("gone"))
+    assert [f.request_id for f in run.adapter.failures()] == ["r"]
+    assert not len(run.adapter)
 
 
 def test_tensors_of_several_requests_share_a_message_and_point_at_their_own_buffers() -> None:

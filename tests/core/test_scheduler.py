@@ -342,6 +342,7 @@ def test_a_streaming_session_marks_segments_and_ends_once(asynchronous: bool) ->
     while run.step():
         pass
     assert run.published.updates[-1].segment == 1
+    assert next(u.position for u in run.published.updates if u.segment == 1) == 0
     assert not run.published.terminals
     # The end of a waiting session comes as a request that is not resumable.
     run.add(make_request("r", prompt=1))

@@ -251,6 +251,41 @@ async def test_a_decoder_that_raises_for_one_stream_serves_its_batch_mates() -> 
     assert feeds[0].sink.pcm == audio([*FRAMES[:8], (5, 1)])
 
 
+@pytest.mark.parametrize(
+    "bad", [None, "generator", SystemExit(1), asyncio.CancelledError()], ids=repr
+)
+async def test_whatever_a_decoder_does_the_stage_lives_on(bad: Any) -> None:
+    class Hostile(Decoder):
+        def decode(self, windows: Sequence[Codes]) -> Any:
+            if not any((w == 77).any() for w in windows):
+                return super().decode(windows)
+            if isinstance(bad, BaseException):
+                raise bad
+            return (pcm for pcm in super().decode(windows)) if bad == "generator" else None
+
+    async with running(Hostile()) as stage:
+        feed, mate = Feed(stage, "r"), Feed(stage, "mate")
+        feed.send(*FRAMES[:8], (77, 1), terminal=END)
+        mate.send(*FRAMES[:8], terminal=END)
+        outcome = await feed.end()
+        assert outcome is END if bad == "generator" else isinstance(outcome, DecoderError)
+        assert await mate.end() is END
+
+
+async def test_closing_waits_for_a_decode_in_the_thread() -> None:
+    decoder = Decoder()
+    async with running(decoder) as stage:
+        decoder.gate = threading.Event()
+        Feed(stage, "r").send(*FRAMES)
+        await asyncio.sleep(0.02)
+        closing = asyncio.create_task(stage.aclose())
+        await asyncio.sleep(0.02)
+        assert not closing.done()
+        decoder.gate.set()
+        async with asyncio.timeout(5):
+            await closing
+
+
 async def test_a_dropped_request_is_never_called_again() -> None:
     decoder = Decoder()
     async with running(decoder) as stage:

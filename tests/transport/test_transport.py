@@ -410,13 +410,14 @@ async def test_malformed_frames_are_counted_and_the_stream_lives_on() -> None:
         subscriber = Subscriber(endpoints, "audio", "d", handler)
         connecting = asyncio.create_task(subscriber.connect([endpoint], within=10))
         await asyncio.to_thread(hostile.recv)
-        good = Data(PROTOCOL_VERSION, 1, 0, 0, 0, (Update("r", ids=(5,)),))
+        bad = Data(PROTOCOL_VERSION, 1, 0, 0, 0, (Update("r", ids=(4,)),))
+        good = Data(PROTOCOL_VERSION, 1, 0, 1, 0, (Update("r", ids=(5,)),))
         hostile.send_multipart([subscriber.topic, msgspec_subscribed()])
         for frames in (
             [b"\xc1"],
             [],
-            [encode(good)[:-3]],
-            [encode(good), b"a buffer too many"],
+            [encode(bad)[:-3]],
+            [encode(bad), b"a buffer too many"],
             [encode(Data(2, 1, 0, 0, 0, ()))],
         ):
             hostile.send_multipart([subscriber.topic, *frames])
@@ -424,6 +425,14 @@ async def test_malformed_frames_are_counted_and_the_stream_lives_on() -> None:
         await connecting
         await handler.wait_for(lambda: handler.ids == [5])
         assert subscriber.malformed == 5
+        # Each is charged when it comes, and the one that can be counted leaves no gap behind it.
+        assert len(handler.lost) == 4  # the one without a header names no sender
+        hostile.send_multipart([subscriber.topic, encode(good)])  # again
+        hostile.send_multipart(
+            [subscriber.topic, encode(Data(PROTOCOL_VERSION, 1, 0, 4, 0, (Update("r", ids=(8,)),)))]
+        )
+        await handler.wait_for(lambda: handler.ids == [5, 8])
+        assert "2 messages" in str(handler.lost[4])
         subscriber.close()
 
 
@@ -431,6 +440,22 @@ def msgspec_subscribed() -> bytes:
     from omnistage.wire import Subscribed
 
     return encode(Subscribed(PROTOCOL_VERSION, 1, 0, 0))
+
+
+async def test_a_handler_that_raises_loses_only_its_own_update(site: Site) -> None:
+    class Picky(Handler):
+        def on_update(self, update: Update, buffers: Sequence[Any], stamp: int) -> None:
+            if update.request_id == "bad":
+                raise RuntimeError("no")
+            super().on_update(update, buffers, stamp)
+
+    source, endpoint = await site.publisher()
+    handler = Picky()
+    subscriber = await site.subscriber(handler, "d", endpoint)
+    updates = tuple(Update(name, ids=(i,)) for i, name in enumerate(("a", "bad", "c")))
+    source.queue.put(Outgoing(subscriber.topic, 0, updates))
+    await handler.wait_for(lambda: handler.ids == [0, 2])
+    subscriber.close()
 
 
 async def test_control_survives_hostile_messages(site: Site) -> None:
