@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from omnistage.transport.handover import HandOver
 from omnistage.transport.publisher import Outgoing, Publisher, PublisherConfig
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
 class StandIn:
@@ -104,11 +106,17 @@ def test_the_start_method_is_set_for_the_start_alone(
     monkeypatch.delenv(METHOD, raising=False)
     if before is not None:
         monkeypatch.setenv(METHOD, before)
-    with module._start_method("fork"):
+    monkeypatch.delenv(SOCKETS, raising=False)
+    with module._variables("fork", Path("/private")):
         assert os.environ[METHOD] == "fork"
+        assert os.environ[SOCKETS] == "/private"
     assert os.environ.get(METHOD) == before
-    with module._start_method(None):
+    assert SOCKETS not in os.environ
+    monkeypatch.setenv(SOCKETS, "/mine")
+    with module._variables(None, Path("/private")):
         assert os.environ.get(METHOD) == before
+        assert os.environ[SOCKETS] == "/mine"
+    assert os.environ[SOCKETS] == "/mine"
 
 
 @pytest.mark.parametrize("name", ["scheduler_cls", "model"])
