@@ -288,15 +288,15 @@ def _add(events: dict[Record, Event], event: Event) -> None:
 
 
 def _withhold(record: Record, output: Any) -> bool:
-    """Keep a plain output's ids back, or give an ending one all that were."""
+    """Keep a plain output's ids back, or give another one, as the last is, all that were."""
     if record.withheld is None:
         return False
     if is_plain(output):
         record.withheld += output.new_token_ids
         return True
-    if output.finish_reason is not None and record.withheld:
+    if record.withheld:
         output.new_token_ids = record.withheld + output.new_token_ids
-        record.withheld = None
+        record.withheld = []
     return False
 
 

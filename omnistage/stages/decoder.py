@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from itertools import islice
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from anyio import CapacityLimiter, to_thread
@@ -27,7 +27,8 @@ from omnistage.errors import (
     UpdatesLost,
     error_of_kind,
 )
-from omnistage.request import AudioChunk, ChunkPolicy, Pcm, Start, Terminal
+from omnistage.request import AudioChunk, Pcm, Start
+from omnistage.stages.decoding import AudioSink, Decoding
 from omnistage.stages.watch import Watch
 from omnistage.transport.subscriber import Subscriber
 from omnistage.wire import parse_topic
@@ -44,46 +45,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DECODE_SECONDS: Final = 30.0
-
-
-class AudioSink(Protocol):
-    """Who receives one request's audio; called on the event loop, must not block.
-
-    Attributes:
-        unread_seconds: Audio that it was given and that nobody has read.
-    """
-
-    unread_seconds: float
-
-    def on_chunk(self, chunk: AudioChunk) -> None:
-        """The next piece of audio."""
-        ...
-
-    def on_end(self, terminal: Terminal) -> None:
-        """All audio has been given; called once, and nothing follows."""
-        ...
-
-    def on_error(self, error: OmniStageError) -> None:
-        """The request failed in this stage; called once, and nothing follows."""
-        ...
-
-
-class _Decoding:
-    """One request between its first update and its last sample."""
-
-    def __init__(self, request_id: str, sink: AudioSink, watch: Watch) -> None:
-        self.request_id = request_id
-        self.sink = sink
-        self.watch = watch
-        self.stream: WindowedStream | None = None  # until the start record is here
-        self.chunks = ChunkPolicy()
-        self.chunk_index = 0
-        self.position = 0
-        self.wanted = 0  # frames until the next chunk can be decoded
-        self.terminal: Terminal | None = None
-        self.dropped = False
-        self.busy = False  # its stream is in the worker thread
-        self.held = False  # its reader does not read
 
 
 class DecoderStage:
@@ -107,8 +68,8 @@ class DecoderStage:
         self._channel = channel
         self._endpoints = endpoints
         self._limiter = CapacityLimiter(1)
-        self._open: dict[str, _Decoding] = {}
-        self._due: dict[str, _Decoding] = {}  # those worth a look, in the order they became so
+        self._open: dict[str, Decoding] = {}
+        self._due: dict[str, Decoding] = {}  # those worth a look, in the order they became so
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._closed: StageClosed | None = None
@@ -184,7 +145,7 @@ class DecoderStage:
             self.name,
             lambda error: self._late(request_id, error),
         )
-        self._open[request_id] = _Decoding(request_id, sink, watch)
+        self._open[request_id] = Decoding(request_id, sink, watch)
 
     def drop(self, request_id: str) -> None:
         """Forget a request: its sink is not called again, later updates are ignored. Idempotent."""
@@ -261,7 +222,7 @@ class DecoderStage:
         windowed.decode_clip(np.zeros((frames, decoder.codebooks), np.int64))
         self._decoder, self._windowed = decoder, windowed
 
-    def _take(self, request: _Decoding, update: Update) -> None:
+    def _take(self, request: Decoding, update: Update) -> None:
         if update.start is not None:
             self._begin(request, update.start)
         if request.stream is None or self._decoder is None:
@@ -282,10 +243,12 @@ class DecoderStage:
                 raise error_of_kind(update.terminal.kind, update.terminal.error)
             request.terminal = update.terminal
             request.stream.finish()
+        if update.segment_end:
+            request.position = 0
         request.watch.update_came(more_due=request.terminal is None and not update.paused)
         self._consider(request)
 
-    def _consider(self, request: _Decoding) -> None:
+    def _consider(self, request: Decoding) -> None:
         """Have the request decoded if a chunk is there; one in the thread comes again after it."""
         due = request.wanted <= 0 or request.terminal is not None
         request.watch.chunk_due(due and not request.held)
@@ -293,27 +256,27 @@ class DecoderStage:
             self._due[request.request_id] = request
             self._work.set()
 
-    def _begin(self, request: _Decoding, start: Start) -> None:
+    def _begin(self, request: Decoding, start: Start) -> None:
         if request.stream is not None or self._windowed is None:
             raise ProtocolError("a second start record for one request")
         request.chunks = start.chunks or self._config.chunks
         request.stream = self._windowed.open(start.seed)
         self._want(request)
 
-    def _want(self, request: _Decoding) -> None:
+    def _want(self, request: Decoding) -> None:
         """Note how many frames must come before the next chunk can be decoded."""
         if request.stream is not None and self._decoder is not None:
             size = request.chunks.size(request.chunk_index)
             request.wanted = size + self._decoder.right_context - request.stream.pending
 
-    def _take_ready(self) -> list[_Decoding]:
+    def _take_ready(self) -> list[Decoding]:
         batch = list(islice(self._due.values(), self._config.max_batch))
         for request in batch:
             del self._due[request.request_id]
             request.busy = True
         return batch
 
-    async def _decode(self, batch: list[_Decoding]) -> None:
+    async def _decode(self, batch: list[Decoding]) -> None:
         work = [
             (request.stream, request.chunks.size(request.chunk_index))
             for request in batch
@@ -346,12 +309,12 @@ class DecoderStage:
         except BaseException as error:
             if len(work) == 1:
                 log.exception("stage %s: a decode failed", self.name)
-                if not isinstance(error, DecoderError):
-                    error = DecoderError(f"decoding raised {type(error).__name__}")
-                return [error]
+                if isinstance(error, DecoderError):
+                    return [error]
+                return [DecoderError(f"decoding raised {type(error).__name__}")]
         return [self._run([item])[0] for item in work]
 
-    def _deliver(self, request: _Decoding, pcm: Pcm) -> None:
+    def _deliver(self, request: Decoding, pcm: Pcm) -> None:
         if len(pcm):
             chunk = AudioChunk(request.request_id, request.chunk_index, pcm, self.sample_rate)
             request.chunk_index += 1
@@ -378,13 +341,13 @@ class DecoderStage:
         if request is not None:
             self._fail(request, error)
 
-    def _fail(self, request: _Decoding, error: OmniStageError) -> None:
+    def _fail(self, request: Decoding, error: OmniStageError) -> None:
         self._forget(request)
         error.request_id = error.request_id or request.request_id
         error.stage = error.stage or self.name
         request.sink.on_error(error)
 
-    def _forget(self, request: _Decoding) -> None:
+    def _forget(self, request: Decoding) -> None:
         request.dropped = True
         request.watch.close()
         self._open.pop(request.request_id, None)

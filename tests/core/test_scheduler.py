@@ -331,7 +331,14 @@ def test_a_full_queue_fails_the_requests_of_the_lost_step_and_no_others() -> Non
 
 
 def test_a_streaming_session_marks_segments_and_ends_once(asynchronous: bool) -> None:
-    run = harness(asynchronous)
+    positions: list[int] = []
+
+    class Positions(TokenUpdates):
+        def update(self, state: None, step: Any) -> Emission:
+            positions.append(step.position)
+            return super().update(state, step)
+
+    run = harness(asynchronous, Positions())
     run.add(make_request("r", max_tokens=3, resumable=True))
     while run.step():
         pass
@@ -343,6 +350,7 @@ def test_a_streaming_session_marks_segments_and_ends_once(asynchronous: bool) ->
         pass
     assert run.published.updates[-1].segment == 1
     assert next(u.position for u in run.published.updates if u.segment == 1) == 0
+    assert positions == [0, 1, 2, 0, 1]
     assert not run.published.terminals
     # The end of a waiting session comes as a request that is not resumable.
     run.add(make_request("r", prompt=1))

@@ -181,6 +181,17 @@ async def test_ready_streams_share_one_decode_up_to_the_largest_batch() -> None:
     assert max(decoder.batches) == 4
 
 
+async def test_positions_start_anew_with_a_segment_and_the_audio_goes_on() -> None:
+    async with running() as stage:
+        feed = Feed(stage, "r")
+        feed.send(*FRAMES[:5])
+        stage.on_update(Update("r", position=10, segment_end=True), (), 0)
+        ids = tuple(i for frame in FRAMES[5:9] for i in frame)
+        stage.on_update(Update("r", segment=1, ids=ids, terminal=END), (), 0)
+        assert await feed.end() is END
+    assert feed.sink.pcm == audio(FRAMES[:9])
+
+
 async def test_an_empty_stream_ends_at_once() -> None:
     async with running() as stage:
         feed = Feed(stage, "r")

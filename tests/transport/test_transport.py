@@ -220,6 +220,38 @@ async def test_a_release_is_answered_by_every_rank_after_what_came_before_it(sit
     subscriber.close()
 
 
+class Gated(Source):
+    """A source whose first message waits, so that what comes meanwhile is there at one wake-up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.log: list[str] = []
+
+    def messages(self) -> Iterator[Outgoing]:
+        for message in super().messages():
+            self.gate.wait(10)
+            self.log.append(f"sent {message.updates[0].ids[0]}")
+            yield message
+
+    def release(self, request_id: str) -> None:
+        self.log.append(f"released {request_id}")
+
+
+async def test_a_release_comes_after_everything_that_was_handed_over_before_it(site: Site) -> None:
+    source = Gated()
+    await site.publisher(0, source)
+    source.send(topic("audio", "d"), 1)
+    await asyncio.sleep(0.05)
+    source.send(topic("audio", "d"), 2)
+    releasing = asyncio.create_task(site.control.release("r"))
+    await asyncio.sleep(0.05)
+    source.gate.set()
+    async with asyncio.timeout(5):
+        await releasing
+    assert source.log == ["sent 1", "sent 2", "released r"]
+
+
 async def test_a_release_is_not_awaited_from_a_rank_that_is_gone(site: Site) -> None:
     await site.publisher(0)
     assert await asyncio.to_thread(site.publishers[0].close, 5)
