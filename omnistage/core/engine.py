@@ -7,6 +7,7 @@ imported, which takes seconds, so the AR stage imports it in a thread when it st
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import threading
@@ -125,6 +126,8 @@ class Engine:
         if self._llm.output_handler is not None:
             self._llm.output_handler.cancel()
         await to_thread.run_sync(self._llm.shutdown, _SHUTDOWN_SECONDS)
+        # Reaps one that vLLM had to kill, for which it does not wait.
+        multiprocessing.active_children()
 
     async def _render(self, prompt: str | list[int]) -> Any:
         """The prompt as the engine takes it: tokenized, its ids within the vocabulary."""
