@@ -112,3 +112,19 @@ def test_under_another_event_loop_the_pipeline_is_refused_with_a_sentence() -> N
     with pytest.raises(UnsupportedEnvironment, match="needs a running asyncio event loop"):
         entering.send(None)
     entering.close()
+
+
+def test_a_package_that_breaks_vllm_is_named_with_its_cure(tmp_path: Path) -> None:
+    package = tmp_path / "shadow" / "torchvision"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('raise RuntimeError("operator nms does not exist")\n')
+    metadata = tmp_path / "shadow" / "torchvision-0.28.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    sandbox = Sandbox(tmp_path, PYTHONPATH=str(tmp_path / "shadow"))
+    spoken = sandbox.run(COMMAND, "speak", "Hi.", "-o", "a.wav")
+    assert spoken.code == 3
+    assert "operator nms does not exist" in spoken.stderr
+    checked = sandbox.run(COMMAND, "check")
+    assert checked.code == 3
+    assert "pip uninstall torchvision" in checked.stdout
