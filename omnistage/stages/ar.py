@@ -199,8 +199,11 @@ class ARStage:
         except asyncio.CancelledError:
             # The thread cannot be stopped; without waiting for it, its engine would never be. It is
             # waited for however often we are cancelled.
-            await settled(starting)
-            self._engine = starting.result()
+            try:
+                await settled(starting)
+            finally:
+                if starting.exception() is None:
+                    self._engine = starting.result()
             raise
         return self._engine
 
