@@ -74,7 +74,7 @@ class StepEvents(msgspec.Struct, frozen=True):
 
     Args:
         stamp: Monotonic ns.
-        events: At most one a request, except that an error of ours may follow.
+        events: At most one a request.
     """
 
     stamp: int
