@@ -104,6 +104,7 @@ class StepCollector:
         self.steps: HandOver[StepEvents | Refusal] = HandOver(limit)
         self._takes_tokens = takes_tokens
         self._records: dict[str, Record] = {}
+        self._names: set[str] = set()  # the records' own ids, by which consumers know them
         self._paused: set[str] = set()  # preempted and not resumed yet
         self._finished: dict[str, FinishReason] | None = (
             None  # a dict while a step is being updated
@@ -124,6 +125,9 @@ class StepCollector:
             if admission.final_stage or not admission.consumers:
                 return
             takes = [self._takes_tokens[channel] for channel, _ in admission.consumers]
+            if admission.request_id in self._names:
+                # Consumers could not tell the two apart, and the first is not to suffer for it.
+                raise ProtocolError(f"request id {admission.request_id!r} is in use")
         except KeyError as error:
             self._refuse(request, f"unknown channel {error}; known: {sorted(self._takes_tokens)}")
         except (ProtocolError, AttributeError, TypeError) as error:
@@ -134,6 +138,7 @@ class StepCollector:
                 takes_tokens=any(takes),
                 withhold=may_withhold(request, log_stats=self._log_stats),
             )
+            self._names.add(admission.request_id)
 
     def begin(self, runner_output: Any) -> None:
         """Take the payload off a step's output before vLLM sees it."""
@@ -221,8 +226,7 @@ class StepCollector:
             request = alive.get(request_id)
             if request is None or request.is_finished():
                 ending = Ending(reason, record.total)
-                del self._records[request_id]
-                self._paused.discard(request_id)
+                self._forget(request_id)
             else:
                 # A streaming segment: the scheduler keeps the request for its next input.
                 ending = Ending(reason, record.total, segment=True)
@@ -247,9 +251,14 @@ class StepCollector:
             _add(events, Event(record, (), record.tokens, record.segment, paused=True))
 
     def _end(self, request_id: str, reason: FinishReason) -> Event:
-        record = self._records.pop(request_id)
-        self._paused.discard(request_id)
+        record = self._forget(request_id)
         return Event(record, (), record.tokens, record.segment, None, Ending(reason, record.total))
+
+    def _forget(self, request_id: str) -> Record:
+        record = self._records.pop(request_id)
+        self._names.discard(record.admission.request_id)
+        self._paused.discard(request_id)
+        return record
 
     def _hand_over(self, events: list[Event]) -> None:
         step = StepEvents(time.monotonic_ns(), events)
@@ -259,7 +268,8 @@ class StepCollector:
         # record is gone, so that what exceeds the limit is bounded by the requests that are alive.
         error = ("the publisher is behind; the step queue is full", SubscriberStalled.__name__)
         lost = {event.record: None for event in events}
-        self._records = {k: r for k, r in self._records.items() if r not in lost}
+        for request_id in [name for name, record in self._records.items() if record in lost]:
+            self._forget(request_id)
         endings = [
             Event(record, ending=Ending(FinishReason.ERROR, record.total, error=error))
             for record in lost
