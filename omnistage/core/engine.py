@@ -102,7 +102,11 @@ class Engine:
             raise translate(error) from error
         if final is None:
             raise ServerError("vLLM ended the request without output")
-        return _usage(final)
+        usage = _usage(final)
+        if usage.finish_reason in {FinishReason.ABORT, FinishReason.ERROR}:
+            # Said here, not left to a terminal: one that never reached the scheduler has none.
+            raise ServerError(f"vLLM ended the request with {usage.finish_reason!s}")
+        return usage
 
     async def abort(self, request_id: str) -> None:
         """Abort a request, whether or not vLLM knows it (yet)."""
