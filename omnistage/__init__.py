@@ -21,13 +21,33 @@ if TYPE_CHECKING:
     from omnistage.decoders.base import Decoder, Renderer
     from omnistage.errors import ClientError, OmniStageError, ServerError
     from omnistage.pipeline import Pipeline
-    from omnistage.request import AudioChunk, ChunkPolicy, FinishReason, StageInput, Usage
-    from omnistage.stages.base import Stage
+    from omnistage.request import (
+        AudioChunk,
+        ChunkPolicy,
+        FinishReason,
+        StageInput,
+        TokenUpdate,
+        Usage,
+    )
+    from omnistage.speaker import Speaker, speak
+    from omnistage.speech import Speech
+    from omnistage.stages.ar import attach
+    from omnistage.stages.base import AudioSink, AudioStage, Stage
     from omnistage.stream import Stream
+    from omnistage.subscription import Subscription, subscribe
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "subscribe": "subscription",
+    "speak": "speaker",
+    "attach": "stages.ar",
+    "TokenUpdate": "request",
+    "Subscription": "subscription",
+    "Speech": "speech",
+    "Speaker": "speaker",
+    "AudioStage": "stages.base",
+    "AudioSink": "stages.base",
     "ARStageConfig": "config",
     "AudioChunk": "request",
     "ChunkPolicy": "request",
@@ -57,6 +77,8 @@ _HOMES = {
 __all__ = [
     "ARStageConfig",
     "AudioChunk",
+    "AudioSink",
+    "AudioStage",
     "ChunkPolicy",
     "ChunkProcessor",
     "ClientError",
@@ -72,14 +94,21 @@ __all__ = [
     "Pipeline",
     "Renderer",
     "ServerError",
+    "Speaker",
+    "Speech",
     "Stage",
     "StageInput",
     "Step",
     "Stream",
+    "Subscription",
     "TextInput",
+    "TokenUpdate",
     "TokenUpdates",
     "Usage",
     "__version__",
+    "attach",
+    "speak",
+    "subscribe",
 ]
 
 

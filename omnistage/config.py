@@ -9,11 +9,12 @@ from omnistage.errors import ConfigError
 from omnistage.request import ChunkPolicy, check_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from omnistage.adapters.input import InputAdapter
     from omnistage.adapters.processor import ChunkProcessor
     from omnistage.decoders.base import Decoder
+    from omnistage.stages.base import AudioStage
 
 AUDIO = "audio"
 """The channel that a pipeline's decoder subscribes."""
@@ -98,7 +99,8 @@ class DecoderStageConfig:
         max_unread: Seconds of audio that a reader may leave unread.
         slow_reader: What happens beyond that: ``hold`` decodes no more of the request until it is
             read, ``fail`` ends it with ReaderStalled.
-        name: Names the stage in errors, logs and metrics.
+        then: Makes each stage that the audio goes through behind the decoder, in order.
+        name: Names the stage in errors, logs and metrics, and is its subscriber id on the wire.
 
     Raises:
         ConfigError: A name that cannot be one, a batch of none, or no audio that may be unread.
@@ -110,6 +112,7 @@ class DecoderStageConfig:
     deadlines: Deadlines = field(default_factory=Deadlines)
     max_unread: float = 30.0
     slow_reader: Literal["hold", "fail"] = "hold"
+    then: Sequence[Callable[[], AudioStage]] = ()
     name: str = "decoder"
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The pipeline: an AR stage and a decoder stage joined into one call, text in and audio out."""
+"""The pipeline: an AR stage and its decoders joined into one call, text in and audio out."""
 
 from __future__ import annotations
 
@@ -7,29 +7,24 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from omnistage.errors import (
-    ConfigError,
-    InvalidRequest,
-    StageClosed,
-)
+from omnistage.config import AUDIO, ARStageConfig, DecoderStageConfig
+from omnistage.errors import ConfigError, InvalidRequest, StageClosed
 from omnistage.metrics import RequestMetrics, default_metrics
-from omnistage.request import (
-    ChunkPolicy,
-    StageInput,
-    check_text,
-)
+from omnistage.request import ChunkPolicy, StageInput, check_name, check_text
 from omnistage.stages.ar import ARStage
-from omnistage.stages.base import check_environment, check_event_loop, settled
-from omnistage.stages.decoder import DecoderStage
+from omnistage.stages.base import settled
+from omnistage.stages.branch import Branch
+from omnistage.stages.environment import check_event_loop
 from omnistage.stream import Stream, Submission
 from omnistage.transport.endpoints import Endpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
-    from omnistage.config import ARStageConfig, DecoderStageConfig
-    from omnistage.stages.base import Stage
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from omnistage.stages.base import AutoregressiveStage, Stage
 
 log = logging.getLogger(__name__)
 
@@ -59,20 +54,38 @@ class Pipeline:
     several pipelines may share that.
 
     Args:
-        ar: The AR stage.
-        decoder: The decoder stage.
+        ar: The AR stage, or what makes one of this process's sockets.
+        decoder: The decoder stage; several, each of which decodes every request; or none, where
+            requests end with the AR stage or others subscribe to its updates.
+        llm: An engine that is running already, its configuration given to
+            :func:`~omnistage.attach` before it was made. The pipeline leaves it running.
 
     Raises:
         ConfigError: Two stages of one name.
     """
 
-    def __init__(self, *, ar: ARStageConfig, decoder: DecoderStageConfig) -> None:
-        if ar.name == decoder.name:
-            raise ConfigError(f"two stages are named {ar.name!r}; give each its own name")
-        self._configs = (ar, decoder)
+    def __init__(
+        self,
+        *,
+        ar: ARStageConfig | Callable[[Endpoints], AutoregressiveStage],
+        decoder: DecoderStageConfig | Sequence[DecoderStageConfig] | None,
+        llm: AsyncLLM | None = None,
+    ) -> None:
+        if isinstance(ar, ARStageConfig):
+            config = ar
+            self._make_ar: Callable[[Endpoints], AutoregressiveStage] = lambda endpoints: ARStage(
+                config, endpoints, llm=llm
+            )
+        elif llm is not None:
+            raise ConfigError("llm= goes with an ARStageConfig")
+        else:
+            self._make_ar = ar
+        decoders = [decoder] if isinstance(decoder, DecoderStageConfig) else decoder or ()
+        self._decoders = tuple(decoders)
+        _check_names([*([ar] if isinstance(ar, ARStageConfig) else []), *self._decoders])
         self._running: dict[str, Submission] = {}
-        self._ar: ARStage | None = None
-        self._decoder: DecoderStage | None = None
+        self._ar: AutoregressiveStage | None = None
+        self._branches: list[Branch] = []
         self._started: asyncio.Future[None] | None = None
         self._stop = asyncio.Event()
         self._host: asyncio.Task[None] | None = None
@@ -97,7 +110,6 @@ class Pipeline:
         check_event_loop()
         if self._host is not None:
             raise StageClosed("a pipeline can be entered once; make another one")
-        check_environment()
         loop = asyncio.get_running_loop()
         self._started = loop.create_future()
         # A task of its own, so that entry and exit may come from different tasks.
@@ -132,8 +144,9 @@ class Pipeline:
             self._host.exception()  # retrieved; entering the pipeline or a request has raised it
 
     def _request_metrics(self) -> RequestMetrics:
-        ar, decoder = self._configs
-        return RequestMetrics(default_metrics(), ar.served_name, decoder.name)
+        ar, branches = self._stages()
+        last = branches[0].name if branches else ar.name
+        return RequestMetrics(default_metrics(), ar.model_name, last)
 
     def health(self) -> Health:
         """Whether the pipeline takes requests, and if not, why; never raises."""
@@ -160,12 +173,25 @@ class Pipeline:
 
     @property
     def sample_rate(self) -> int:
-        """Samples a second of every chunk.
+        """Samples a second of every chunk of the first decoder.
+
+        Raises:
+            StageClosed: The pipeline does not run.
+            ConfigError: It has no decoder.
+        """
+        branches = self._stages()[1]
+        if not branches:
+            raise ConfigError("the pipeline has no decoder")
+        return branches[0].sample_rate
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where the AR stage publishes its updates, for :func:`~omnistage.subscribe`.
 
         Raises:
             StageClosed: The pipeline does not run.
         """
-        return self._stages()[1].sample_rate
+        return tuple(self._stages()[0].publishers)
 
     def submit(
         self,
@@ -178,6 +204,7 @@ class Pipeline:
         timeout: float | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        subscribers: Iterable[str] = (),
         request_id: str | None = None,
     ) -> Stream:
         """Prepare a request; it starts when the stream is entered or first read.
@@ -191,6 +218,8 @@ class Pipeline:
             timeout: Seconds from the start to the last chunk.
             priority: vLLM's request priority.
             trace_headers: W3C trace context.
+            subscribers: Ids under which others have subscribed to updates, and get this request's;
+                one that is not there fails the request.
             request_id: What the caller calls it, for logs; two requests may share it.
 
         Returns:
@@ -220,47 +249,48 @@ class Pipeline:
                 self._running,
                 asked,
                 metrics=self._request_metrics,
+                consumers=_consumers(subscribers),
                 external_id=request_id,
                 timeout=timeout,
             )
         )
 
-    def _stages(self) -> tuple[ARStage, DecoderStage]:
+    def _stages(self) -> tuple[AutoregressiveStage, Sequence[Branch]]:
         if self._host is not None and self._host.done() and not self._host.cancelled():
             error = self._host.exception()
             if error is not None:
                 raise StageClosed(f"the pipeline failed: {error}") from error
-        if self._ar is None or self._decoder is None or self._stop.is_set():
+        if self._ar is None or self._stop.is_set():
             raise StageClosed("the pipeline is not running; use it as `async with`")
         if self._host is not None and self._host.get_loop() is not asyncio.get_running_loop():
             raise StageClosed(
                 "the pipeline runs on another event loop; submit from there, for instance with "
                 "asyncio.run_coroutine_threadsafe"
             )
-        return self._ar, self._decoder
+        return self._ar, self._branches
 
     async def _run(self) -> None:
         """Own the stages from start to end."""
         with Endpoints() as endpoints:
-            ar, decoder = (
-                ARStage(self._configs[0], endpoints),
-                DecoderStage(self._configs[1], endpoints),
-            )
+            ar = self._make_ar(endpoints)
+            branches = [Branch(config, endpoints) for config in self._decoders]
             try:
-                # The engine first: it may be forked, and the decoder starts torch's threads.
+                # The engine first: it may be forked, and a decoder starts torch's threads.
                 await ar.start()
-                await decoder.start()
-                await decoder.subscribe(
-                    ar.publishers, "local", within=_SUBSCRIBE_SECONDS, upstream=ar.name
-                )
-                self._ar, self._decoder = ar, decoder
-                await self._serve([ar, decoder])
+                for branch in branches:
+                    await branch.start()
+                    await branch.subscribe(
+                        ar.publishers, within=_SUBSCRIBE_SECONDS, upstream=ar.name
+                    )
+                self._ar, self._branches = ar, branches
+                await self._serve([ar, *(stage for b in branches for stage in b.stages)])
             finally:
                 self._stop.set()
                 await self._end_requests()
-                await decoder.aclose()
+                for branch in branches:
+                    await branch.aclose()
                 await ar.aclose()
-                self._ar = self._decoder = None
+                self._ar, self._branches = None, []
 
     async def _serve(self, stages: Sequence[Stage]) -> None:
         serving = [asyncio.create_task(stage.serve()) for stage in stages]
@@ -282,6 +312,21 @@ class Pipeline:
             request.fail(StageClosed("the pipeline is closing", request_id=request.request_id))
         # What an abort raises is logged there; the stages are closed in any case.
         await asyncio.gather(*(request.abort() for request in running), return_exceptions=True)
+
+
+def _check_names(stages: Sequence[ARStageConfig | DecoderStageConfig]) -> None:
+    names = [stage.name for stage in stages]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two stages are named {name!r}; give each its own name")
+
+
+def _consumers(subscribers: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    names = [subscribers] if isinstance(subscribers, str) else list(subscribers)
+    try:
+        return tuple((AUDIO, check_name(name, "a subscriber id")) for name in dict.fromkeys(names))
+    except (ConfigError, TypeError) as error:
+        raise InvalidRequest(str(error), parameter="subscribers") from error
 
 
 def _is_positive(seconds: object) -> bool:

@@ -247,6 +247,34 @@ class Payload(msgspec.Struct, frozen=True):
     data: bytes | bytearray | memoryview
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenUpdate:
+    """What one request emitted in one step, as a subscriber without a decoder reads it.
+
+    Args:
+        request_id: The submission's internal id.
+        position: Index of ``ids[0]`` among all ids emitted for this segment.
+        ids: What the chunk processor made of the sampled ids.
+        tensors: What it made of the payload, by name.
+        start: On a request's first update: its seed, voice and chunk sizes.
+        terminal: On its last update: why it ended and how many ids were sampled.
+        segment: Counts the segments of a streaming request, from 0.
+        segment_end: Whether a streaming segment ended here; more may follow.
+        stamp: The engine process's monotonic clock in ns when the step was over; comparable with
+            :func:`time.monotonic_ns` on the same host.
+    """
+
+    request_id: str
+    position: int
+    ids: tuple[int, ...]
+    tensors: Mapping[str, Payload]
+    start: Start | None
+    terminal: Terminal | None
+    segment: int
+    segment_end: bool
+    stamp: int
+
+
 def new_request_id(external_id: str | None = None) -> str:
     """A submission's internal id: the external one, if any, and 12 random hex digits."""
     suffix = secrets.token_hex(6)
@@ -262,12 +290,14 @@ class AudioChunk:
         index: Position in the stream, from 0.
         pcm: Mono samples, float32 in [-1, 1], [samples].
         sample_rate: Samples a second.
+        decoder: Name of the decoder stage it comes from; each has its own order and index.
     """
 
     request_id: str
     index: int
     pcm: Pcm
     sample_rate: int
+    decoder: str = "decoder"
 
     @property
     def seconds(self) -> float:

@@ -8,7 +8,10 @@ import warnings
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Self
 
+import numpy as np
+
 from omnistage.errors import (
+    ConfigError,
     DeadlineExceeded,
     OmniStageError,
     ServerError,
@@ -16,15 +19,16 @@ from omnistage.errors import (
     UpdatesLost,
 )
 from omnistage.request import FinishReason, StageRequest, Usage, new_request_id
+from omnistage.speech import Speech
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
     from types import TracebackType
 
     from omnistage.metrics import RequestMetrics
     from omnistage.request import AudioChunk, StageInput, Terminal
-    from omnistage.stages.ar import ARRequest, ARStage
-    from omnistage.stages.decoder import DecoderStage
+    from omnistage.stages.base import AutoregressiveStage, RunningRequest
+    from omnistage.stages.branch import Branch
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +40,11 @@ class Stream:
     """One request's audio: an async iterator of :class:`~omnistage.request.AudioChunk`.
 
     Chunks come in order and none is missing; the iteration ends after the last sample, or raises
-    what went wrong. Leaving ``async with``, closing, cancelling the reader or dropping the stream
-    aborts what is left of the request in every stage.
+    what went wrong. With several decoders their chunks come as they are ready, each decoder's in
+    order; without one there are none, and the iteration ends with the request.
+
+    Leaving ``async with``, closing, cancelling the reader or dropping the stream aborts what is
+    left of the request in every stage.
     """
 
     def __init__(self, request: Submission) -> None:
@@ -91,6 +98,32 @@ class Stream:
         """What the request took; None until it is complete."""
         return self._request.usage
 
+    async def collect(self) -> Speech:
+        """Read what is left and return it in one piece.
+
+        Raises:
+            OmniStageError: What the iteration raises.
+            ConfigError: The pipeline has no decoder, or several.
+        """
+        rate = self._request.sample_rate
+        async with self:
+            pieces = [chunk.pcm async for chunk in self]
+        pcm = np.concatenate([np.zeros(0, np.float32), *pieces])
+        return Speech(pcm=pcm, sample_rate=rate, usage=await self.finished())
+
+    async def finished(self) -> Usage:
+        """Read what is left without keeping it, and return what the request took.
+
+        Raises:
+            OmniStageError: What the iteration raises.
+        """
+        async with self:
+            async for _ in self:
+                pass
+        if self.usage is None:
+            raise StreamClosed("the stream was aborted", request_id=self.request_id)
+        return self.usage
+
     async def abort(self) -> None:
         """Abort the request and return when every stage has let go of it.
 
@@ -110,25 +143,27 @@ class Stream:
 class Submission:
     """One submission: what the stages report, in the order it is read.
 
-    It is complete when the decoder has given all audio and the AR stage its usage, and their counts
-    agree; the first error ends it and aborts the other side.
+    It is complete when every branch has given all its audio and the AR stage its usage, and their
+    counts agree; the first error ends it and aborts all the others.
 
     Args:
-        stages: Gives the running stages, or raises StageClosed.
+        stages: Gives the running AR stage and branches, or raises StageClosed.
         running: Where it stands while it runs, by internal id.
         asked: What to run.
         metrics: Makes the request's metrics when it starts.
+        consumers: (channel, subscriber id) pairs that get its updates beside the branches.
         external_id: What the caller calls it.
         timeout: Seconds from start to end.
     """
 
     def __init__(
         self,
-        stages: Callable[[], tuple[ARStage, DecoderStage]],
+        stages: Callable[[], tuple[AutoregressiveStage, Sequence[Branch]]],
         running: dict[str, Submission],
         asked: StageInput,
         *,
         metrics: Callable[[], RequestMetrics],
+        consumers: tuple[tuple[str, str], ...] = (),
         external_id: str | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -136,43 +171,58 @@ class Submission:
         self.usage: Usage | None = None
         self.started = False
         self.over = False
-        self.unread_seconds = 0.0
         self._stages = stages
         self._running = running
         self._input = asked
         self._make_metrics = metrics
         self._metrics: RequestMetrics | None = None
+        self._consumers = consumers
         self._external_id = external_id or self.request_id
         self._timeout = timeout
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._chunks: deque[AudioChunk] = deque()
+        self._chunks: deque[tuple[_Part, AudioChunk]] = deque()
         self._news = asyncio.Event()
         self._error: OmniStageError | None = None
-        self._terminal: Terminal | None = None
+        self._parts: list[_Part] = []
         self._result: Usage | None = None
-        self._ar: ARRequest | None = None
-        self._decoder: DecoderStage | None = None
+        self._ar: RunningRequest | None = None
         self._timers: list[asyncio.TimerHandle] = []
 
+    @property
+    def sample_rate(self) -> int:
+        """Samples a second of the one branch's audio.
+
+        Raises:
+            ConfigError: There is none, or more than one.
+        """
+        branches = self._stages()[1]
+        if len(branches) != 1:
+            raise ConfigError(f"the pipeline has {len(branches)} decoders; read chunk by chunk")
+        return branches[0].sample_rate
+
     def start(self) -> None:
-        """Open the decoder, then submit to the AR stage; once."""
+        """Open every branch, then submit to the AR stage; once."""
         if self.started or self.over:
             return
         self._loop = asyncio.get_running_loop()
-        ar, decoder = self._stages()
+        ar, branches = self._stages()
         self.started = True
-        decoder.open(self.request_id, self)
-        self._decoder = decoder
-        request = StageRequest(
-            request_id=self.request_id,
-            external_id=self._external_id,
-            input=self._input,
-            consumers=(decoder.consumer,),
-        )
         self._running[self.request_id] = self
         self._metrics = self._make_metrics()
         log.info("request %s started", self.request_id)
         try:
+            for branch in branches:
+                part = _Part(self, branch)
+                branch.open(self.request_id, part)
+                self._parts.append(part)
+            consumers = (*(branch.consumer for branch in branches), *self._consumers)
+            request = StageRequest(
+                request_id=self.request_id,
+                external_id=self._external_id,
+                input=self._input,
+                final_stage=not consumers,
+                consumers=consumers,
+            )
             self._ar = ar.submit(request, on_done=self._on_ar_done)
         except OmniStageError as error:
             self.fail(error)
@@ -188,10 +238,9 @@ class Submission:
                 return None
             self._news.clear()
             await self._news.wait()
-        chunk = self._chunks.popleft()
-        self.unread_seconds -= chunk.seconds
-        if self._decoder is not None:
-            self._decoder.resume(self.request_id)
+        part, chunk = self._chunks.popleft()
+        part.unread_seconds -= chunk.seconds
+        part.branch.resume(self.request_id)
         return chunk
 
     def fail(self, error: OmniStageError) -> None:
@@ -204,8 +253,8 @@ class Submission:
             self._metrics.failure(type(error).__name__)
             log.info("request %s ended: %s", self.request_id, error)
         self._end()
-        if self._decoder is not None:
-            self._decoder.drop(self.request_id)
+        for part in self._parts:
+            part.branch.drop(self.request_id)
         if self._ar is not None:
             self._ar.fail(error)
 
@@ -216,67 +265,55 @@ class Submission:
 
     async def abort(self) -> None:
         """Return when the stages have let go; :meth:`fail` comes first and makes them."""
-        if self._decoder is not None:
-            await self._decoder.release(self.request_id)
+        for part in self._parts:
+            await part.branch.release(self.request_id)
         if self._ar is not None:
             await self._ar.abort()
 
-    def on_chunk(self, chunk: AudioChunk) -> None:
-        """From the decoder stage: the next piece of audio."""
-        self._chunks.append(chunk)
-        if self._metrics is not None:
+    def on_chunk(self, part: _Part, chunk: AudioChunk) -> None:
+        """The next piece of a branch's audio."""
+        self._chunks.append((part, chunk))
+        if self._metrics is not None and part is self._parts[0]:
             self._metrics.chunk(chunk.seconds)
-        self.unread_seconds += chunk.seconds
         self._news.set()
 
-    def on_end(self, terminal: Terminal) -> None:
-        """From the decoder stage: all audio has been given."""
-        self._terminal = terminal
-        self._complete("vLLM's answer")
-
-    def on_error(self, error: OmniStageError) -> None:
-        """From the decoder stage: it failed the request."""
-        self.fail(error)
+    def complete(self) -> None:
+        """Finish if every side has reported; otherwise give the late ones a bounded time."""
+        if self.over:
+            return
+        result = self._result
+        terminals = [part.terminal for part in self._parts if part.terminal is not None]
+        if len(terminals) < len(self._parts) or result is None:
+            if result is not None or len(terminals) == len(self._parts):
+                self._after(_STRAGGLER_SECONDS, self._on_straggler)
+            return
+        reason = terminals[0].reason if terminals else result.finish_reason
+        wrong = next((t.tokens for t in terminals if t.tokens != result.output_tokens), None)
+        if wrong is not None:
+            message = f"vLLM sampled {result.output_tokens} ids, {wrong} were published"
+            self.fail(UpdatesLost(message, request_id=self.request_id))
+        elif reason in {FinishReason.ABORT, FinishReason.ERROR}:
+            message = f"vLLM ended the request with {reason!s}"
+            self.fail(ServerError(message, request_id=self.request_id))
+        else:
+            self.usage = Usage(
+                prompt_tokens=result.prompt_tokens,
+                output_tokens=result.output_tokens,
+                finish_reason=reason,
+                dropped_tokens=terminals[0].dropped if terminals else 0,
+                text=result.text,
+            )
+            if self._metrics is not None:
+                self._metrics.success(reason)
+            log.info("request %s finished: %s", self.request_id, reason)
+            self._end()
 
     def _on_ar_done(self, outcome: Usage | OmniStageError) -> None:
         if isinstance(outcome, OmniStageError):
             self.fail(outcome)
             return
         self._result = outcome
-        self._complete("the last update")
-
-    def _complete(self, missing: str) -> None:
-        """Finish if both sides have reported; otherwise give the other one a bounded time."""
-        terminal, result = self._terminal, self._result
-        if self.over:
-            return
-        if terminal is None or result is None:
-            self._after(_STRAGGLER_SECONDS, lambda: self._on_straggler(missing))
-        elif terminal.tokens != result.output_tokens:
-            self.fail(
-                UpdatesLost(
-                    f"vLLM sampled {result.output_tokens} ids, {terminal.tokens} were published",
-                    request_id=self.request_id,
-                )
-            )
-        elif terminal.reason in {FinishReason.ABORT, FinishReason.ERROR}:
-            self.fail(
-                ServerError(
-                    f"vLLM ended the request with {terminal.reason!s}", request_id=self.request_id
-                )
-            )
-        else:
-            self.usage = Usage(
-                prompt_tokens=result.prompt_tokens,
-                output_tokens=result.output_tokens,
-                finish_reason=terminal.reason,
-                dropped_tokens=terminal.dropped,
-                text=result.text,
-            )
-            if self._metrics is not None:
-                self._metrics.success(terminal.reason)
-            log.info("request %s finished: %s", self.request_id, terminal.reason)
-            self._end()
+        self.complete()
 
     def _end(self) -> None:
         self.over = True
@@ -298,12 +335,35 @@ class Submission:
             )
         )
 
-    def _on_straggler(self, missing: str) -> None:
-        if self._decoder is not None and self._decoder.has_ended(self.request_id):
+    def _on_straggler(self) -> None:
+        missing = [part for part in self._parts if part.terminal is None]
+        if missing and all(part.branch.has_ended(self.request_id) for part in missing):
             return  # all ids are here, decoding them just takes longer
+        what = "the last update" if missing else "vLLM's answer"
         self.fail(
             UpdatesLost(
-                f"{missing} did not come within {_STRAGGLER_SECONDS:g} s of the other side's end",
+                f"{what} did not come within {_STRAGGLER_SECONDS:g} s of the other side's end",
                 request_id=self.request_id,
             )
         )
+
+
+class _Part:
+    """A submission's share of one branch: what that branch has given of it."""
+
+    def __init__(self, submission: Submission, branch: Branch) -> None:
+        self.branch = branch
+        self.terminal: Terminal | None = None
+        self.unread_seconds = 0.0
+        self._submission = submission
+
+    def on_chunk(self, chunk: AudioChunk) -> None:
+        self.unread_seconds += chunk.seconds
+        self._submission.on_chunk(self, chunk)
+
+    def on_end(self, terminal: Terminal) -> None:
+        self.terminal = terminal
+        self._submission.complete()
+
+    def on_error(self, error: OmniStageError) -> None:
+        self._submission.fail(error)

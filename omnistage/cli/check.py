@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import omnistage
-from omnistage.stages.base import environment_problems, vllm_version
+from omnistage.stages.environment import environment_problems, vllm_version
 from omnistage.wire import PROTOCOL_VERSION
 
 _PACKAGES: Final = ("torch", "transformers", "pyzmq", "msgspec", "anyio", "numpy", "hibari-tts")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 import os
 import signal
 import sys
 import time
 import warnings
-import wave
 from collections.abc import Coroutine
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +26,8 @@ from omnistage.errors import (
     UnsupportedEnvironment,
 )
 from omnistage.pipeline import Pipeline
-from omnistage.stages.base import is_cpu_build
+from omnistage.speech import save_wav
+from omnistage.stages.environment import is_cpu_build
 
 if TYPE_CHECKING:
     from omnistage.request import Pcm
@@ -140,7 +139,7 @@ async def _speak(text: str, output: Path, seed: int | None, console: Console) ->
                     status.update(f"speaking: {seconds:.1f} s of audio")
             ended = time.monotonic()
             pcm = np.concatenate([np.zeros(0, np.float32), *pieces])
-            _write(output, pcm, pipeline.sample_rate)
+            save_wav(output, pcm, pipeline.sample_rate)
             audio = len(pcm) / pipeline.sample_rate
             status.update("stopping vLLM")
     usage = stream.usage
@@ -167,26 +166,6 @@ def _check_input(text: str, output: Path) -> None:
         raise ClientError(f"{output.parent} is no directory; create it or choose another output")
     if not os.access(output if output.exists() else output.parent, os.W_OK):
         raise ClientError(f"{output} cannot be written; choose another output")
-
-
-def _write(output: Path, pcm: Pcm, sample_rate: int) -> None:
-    """Write mono 16-bit PCM; a file takes its place only when it was written to the end."""
-    whole = io.BytesIO()
-    with wave.open(whole, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(sample_rate)
-        file.writeframes((np.clip(pcm, -1, 1) * 32767).astype("<i2").tobytes())
-    target = output.resolve()
-    if target.exists() and not target.is_file():
-        target.write_bytes(whole.getvalue())  # a device or a pipe, which must not be replaced
-        return
-    partial = target.with_name(f".{os.getpid()}.part")
-    try:
-        partial.write_bytes(whole.getvalue())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _complain(console: Console, error: Exception, code: int) -> int:

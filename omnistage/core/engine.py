@@ -9,9 +9,13 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 import threading
+import weakref
 from contextlib import aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -27,7 +31,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from omnistage.config import AUDIO
 from omnistage.core.collector import EXTRA_ARG
-from omnistage.core.wiring import WiredConfig, Wiring
+from omnistage.core.wiring import WiredConfig, Wiring, wiring_of
 from omnistage.errors import (
     ConfigError,
     EngineDead,
@@ -37,11 +41,11 @@ from omnistage.errors import (
     StartupError,
 )
 from omnistage.request import FinishReason, Usage
+from omnistage.transport.endpoints import check_bind, ipc_endpoint
 from omnistage.transport.publisher import PublisherConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     from omnistage.adapters.input import EngineInput
     from omnistage.config import ARStageConfig
@@ -211,10 +215,6 @@ def start_engine(config: ARStageConfig, control: str, directory: Path) -> Engine
         ConfigError: vLLM refuses the engine arguments.
         StartupError: The engine did not come up.
     """
-    publisher = PublisherConfig(
-        bind=config.bind, directory=str(directory), control=control, owner_pid=os.getpid()
-    )
-    wiring = Wiring(stage=config.name, channels={AUDIO: config.processor}, publisher=publisher)
     try:
         args = AsyncEngineArgs(model=config.model, **config.engine_args)
         vllm_config = args.create_engine_config()
@@ -222,16 +222,7 @@ def start_engine(config: ARStageConfig, control: str, directory: Path) -> Engine
         raise ConfigError(
             f"vLLM refuses the engine arguments: {error}", stage=config.name
         ) from error
-    ranks = vllm_config.parallel_config.data_parallel_size
-    if ranks > 1 and config.bind.startswith("tcp://") and not config.bind.endswith(":0"):
-        raise ConfigError(
-            f"{ranks} data-parallel ranks cannot share {config.bind}; use port 0", stage=config.name
-        )
-    scheduler = vllm_config.scheduler_config
-    kind = "OmniARAsyncScheduler" if scheduler.async_scheduling else "OmniARScheduler"
-    scheduler.scheduler_cls = f"omnistage.core.scheduler.{kind}"
-    items: Any = vllm_config.additional_config or {}
-    vllm_config.additional_config = WiredConfig(items, wiring)
+    _wire(vllm_config, config, control, directory)
     try:
         with _variables(config.start_method, directory):
             llm = AsyncLLM.from_vllm_config(
@@ -242,6 +233,70 @@ def start_engine(config: ARStageConfig, control: str, directory: Path) -> Engine
     except Exception as error:
         raise StartupError(f"vLLM did not start: {error}", stage=config.name) from error
     return Engine(llm)
+
+
+def _wire(vllm_config: Any, config: ARStageConfig, control: str, directory: Path) -> None:
+    """Have an engine of this configuration run our scheduler and publish."""
+    ranks = vllm_config.parallel_config.data_parallel_size
+    if ranks > 1 and config.bind.startswith("tcp://") and not config.bind.endswith(":0"):
+        raise ConfigError(
+            f"{ranks} data-parallel ranks cannot share {config.bind}; use port 0", stage=config.name
+        )
+    scheduler = vllm_config.scheduler_config
+    kind = "OmniARAsyncScheduler" if scheduler.async_scheduling else "OmniARScheduler"
+    scheduler.scheduler_cls = f"omnistage.core.scheduler.{kind}"
+    publisher = PublisherConfig(
+        bind=config.bind, directory=str(directory), control=control, owner_pid=os.getpid()
+    )
+    wiring = Wiring(stage=config.name, channels={AUDIO: config.processor}, publisher=publisher)
+    items: Any = vllm_config.additional_config or {}
+    vllm_config.additional_config = WiredConfig(items, wiring)
+
+
+def attach(vllm_config: Any, config: ARStageConfig) -> None:
+    """See :func:`omnistage.attach`."""
+    if config.engine_args or config.start_method is not None:
+        raise ConfigError(
+            "engine_args and start_method describe an engine that the stage starts; set them where "
+            "you make yours",
+            stage=config.name,
+        )
+    if vllm_config.scheduler_config.scheduler_cls is not None:
+        raise ConfigError(
+            "the engine's configuration has a scheduler_cls, which must be omnistage's",
+            stage=config.name,
+        )
+    check_bind(config.bind)
+    directory = Path(tempfile.mkdtemp(prefix="omni-"))
+    _wire(vllm_config, config, ipc_endpoint(directory), directory)
+    weakref.finalize(vllm_config, _remove, directory, os.getpid())
+
+
+def adopt(llm: AsyncLLM, config: ARStageConfig) -> tuple[Engine, str]:
+    """An engine that runs already, and where its publishers expect the control socket.
+
+    Raises:
+        ConfigError: Its configuration was not attached to this stage, or it served another one.
+    """
+    wired: Any = llm.vllm_config.additional_config
+    wiring = wiring_of(llm.vllm_config)
+    if wiring is None or wiring.channels.get(AUDIO) is not config.processor:
+        raise ConfigError(
+            "this AsyncLLM was not made for this stage: give its VllmConfig and the same "
+            "ARStageConfig to omnistage.attach() before AsyncLLM.from_vllm_config()",
+            stage=config.name,
+        )
+    if wired.served:
+        raise ConfigError(
+            "this AsyncLLM has served a pipeline already; make another one", stage=config.name
+        )
+    wired.served = True
+    return Engine(llm), wiring.publisher.control
+
+
+def _remove(directory: Path, owner: int) -> None:
+    if os.getpid() == owner:  # not in an engine that was forked with it
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def translate(error: Exception) -> OmniStageError:

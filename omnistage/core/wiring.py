@@ -40,6 +40,7 @@ class WiredConfig(dict[str, Any]):
     def __init__(self, items: Mapping[str, Any], wiring: Wiring) -> None:
         super().__init__(items)
         self.omnistage = wiring
+        self.served = False  # an AR stage has taken the engine
 
 
 def wiring_of(vllm_config: Any) -> Wiring | None:

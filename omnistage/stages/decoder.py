@@ -28,7 +28,7 @@ from omnistage.errors import (
     error_of_kind,
 )
 from omnistage.request import AudioChunk, Pcm, Start
-from omnistage.stages.decoding import AudioSink, Decoding
+from omnistage.stages.decoding import Decoding
 from omnistage.stages.watch import Watch
 from omnistage.transport.subscriber import Subscriber
 from omnistage.wire import parse_topic
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from omnistage.config import DecoderStageConfig
     from omnistage.decoders.base import Decoder
     from omnistage.decoders.window import WindowedStream
+    from omnistage.stages.base import PacedSink
     from omnistage.transport.endpoints import Endpoints
     from omnistage.wire import Buffer, Update
 
@@ -131,7 +132,7 @@ class DecoderStage:
         await self._subscriber.connect(publishers, within=within)
         log.info("stage %s subscribed %s", self.name, self._channel)
 
-    def open(self, request_id: str, sink: AudioSink) -> None:
+    def open(self, request_id: str, sink: PacedSink) -> None:
         """Expect a request's updates; must be called before it is submitted.
 
         Raises:
@@ -316,7 +317,9 @@ class DecoderStage:
 
     def _deliver(self, request: Decoding, pcm: Pcm) -> None:
         if len(pcm):
-            chunk = AudioChunk(request.request_id, request.chunk_index, pcm, self.sample_rate)
+            chunk = AudioChunk(
+                request.request_id, request.chunk_index, pcm, self.sample_rate, self.name
+            )
             request.chunk_index += 1
             request.watch.chunk_came()
             request.sink.on_chunk(chunk)

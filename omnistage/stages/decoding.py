@@ -1,44 +1,22 @@
-"""One request in the decoder stage, and who receives its audio."""
+"""One request in the decoder stage."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from omnistage.request import ChunkPolicy
 
 if TYPE_CHECKING:
     from omnistage.decoders.window import WindowedStream
-    from omnistage.errors import OmniStageError
-    from omnistage.request import AudioChunk, Terminal
+    from omnistage.request import Terminal
+    from omnistage.stages.base import PacedSink
     from omnistage.stages.watch import Watch
-
-
-class AudioSink(Protocol):
-    """Who receives one request's audio; called on the event loop, must not block.
-
-    Attributes:
-        unread_seconds: Audio that it was given and that nobody has read.
-    """
-
-    unread_seconds: float
-
-    def on_chunk(self, chunk: AudioChunk) -> None:
-        """The next piece of audio."""
-        ...
-
-    def on_end(self, terminal: Terminal) -> None:
-        """All audio has been given; called once, and nothing follows."""
-        ...
-
-    def on_error(self, error: OmniStageError) -> None:
-        """The request failed in this stage; called once, and nothing follows."""
-        ...
 
 
 class Decoding:
     """One request between its first update and its last sample."""
 
-    def __init__(self, request_id: str, sink: AudioSink, watch: Watch) -> None:
+    def __init__(self, request_id: str, sink: PacedSink, watch: Watch) -> None:
         self.request_id = request_id
         self.sink = sink
         self.watch = watch

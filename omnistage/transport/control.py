@@ -39,9 +39,12 @@ class ControlServer:
     Args:
         endpoints: Whose context and directory to use.
         on_failed: Called on the event loop for each request that the engine side gave up.
+        bind: The endpoint that publishers were told; None makes one.
     """
 
-    def __init__(self, endpoints: Endpoints, on_failed: Callable[[Failed], None]) -> None:
+    def __init__(
+        self, endpoints: Endpoints, on_failed: Callable[[Failed], None], *, bind: str | None = None
+    ) -> None:
         self._on_failed = on_failed
         self.hellos: dict[int, Hello] = {}
         self._peers: dict[int, bytes] = {}  # rank -> identity
@@ -50,7 +53,11 @@ class ControlServer:
         self._socket = endpoints.context.socket(zmq.ROUTER)
         set_options(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.endpoint = listen(self._socket, IPC, endpoints.directory)
+        if bind is None:
+            self.endpoint = listen(self._socket, IPC, endpoints.directory)
+        else:
+            self._socket.bind(bind)
+            self.endpoint = bind
         self._reader = SocketReader(self._socket, self._on_message)
 
     async def wait_for_hellos(self, count: int, *, within: float) -> list[Hello]:

@@ -51,6 +51,7 @@ class SocketReader:
         self._loop = asyncio.get_running_loop()
         self._scheduled = False
         self._closed = False
+        self._paused = False
         self._loop.add_reader(socket.fileno(), self._drain)
         self.touch()
 
@@ -59,6 +60,16 @@ class SocketReader:
         if not self._scheduled and not self._closed:
             self._scheduled = True
             self._loop.call_soon(self._drain_scheduled)
+
+    def pause(self) -> None:
+        """Read nothing more until :meth:`resume`. Idempotent."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Read on, from what came meanwhile. Idempotent."""
+        if self._paused:
+            self._paused = False
+            self.touch()
 
     def close(self) -> None:
         """Stop reading; must come before the socket is closed. Idempotent."""
@@ -73,7 +84,7 @@ class SocketReader:
     def _drain(self) -> None:
         deadline = time.monotonic_ns() + self._budget_ns
         for _ in range(self._max_messages):
-            if self._closed:
+            if self._closed or self._paused:
                 return
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)

@@ -99,6 +99,14 @@ class Subscriber:
                 f"{list(publishers)}?"
             )
 
+    def pause(self) -> None:
+        """Leave messages in the socket, whose queue is bounded. Idempotent."""
+        self._reader.pause()
+
+    def resume(self) -> None:
+        """Read again. Idempotent."""
+        self._reader.resume()
+
     def close(self) -> None:
         """Stop reading and unsubscribe. Idempotent."""
         self._reader.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from omnistage.adapters.processor import CodecFrames, Emission, Step, TokenUpdat
 from omnistage.config import ARStageConfig, DecoderStageConfig
 from omnistage.pipeline import Pipeline
 from omnistage.request import AudioChunk, Codes, FinishReason, Pcm, Start
+from omnistage.stages.ar import ARStage
 from omnistage.stream import Stream
 
 CHECKPOINT = Path(omnistage.__file__).parent / "models" / "talker" / "checkpoint"
@@ -53,6 +55,20 @@ class ThirdBatchFails(IdDecoder):
         return super().decode(windows)
 
 
+class RunsOf77Fail(IdDecoder):
+    """Raises from the third batch on that decodes a window of nothing but the id 77."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def decode(self, windows: Sequence[Codes]) -> list[Pcm]:
+        if any((w == 77).all() for w in windows):
+            self.calls += 1
+            if self.calls >= 3:
+                raise RuntimeError("third batch")
+        return super().decode(windows)
+
+
 class Mixed:
     """Does what the request's external id says; anything else is passed on id by id."""
 
@@ -67,6 +83,8 @@ class Mixed:
         kind, inner = state
         if kind == "raises" and step.position >= 3:
             raise RuntimeError("on purpose")
+        if kind == "blocks" and step.position == 3:
+            time.sleep(5)
         if kind == "garbage":
             return "not an emission"
         if kind == "no-valid-id":
@@ -113,6 +131,21 @@ async def pipeline() -> AsyncIterator[Pipeline]:
         yield running
 
 
+@pytest_asyncio.fixture(loop_scope="session", scope="session")
+async def crowded() -> AsyncIterator[Pipeline]:
+    """A second one in which requests queue, are refused, and prefill in chunks of 64 ids."""
+    args = {
+        **ENGINE_ARGS,
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 16,
+        "max_num_queued_reqs": 48,
+    }
+    pipeline = make_pipeline(decoder=RunsOf77Fail, processor=Mixed(), engine_args=args)
+    async with pipeline as running:
+        yield running
+
+
 def ids_of(chunks: Sequence[AudioChunk]) -> list[int]:
     """The ids that an :class:`IdDecoder` wrote into the audio."""
     pcm = np.concatenate([np.zeros(0, np.float32), *(chunk.pcm for chunk in chunks)])
@@ -127,13 +160,19 @@ async def read(stream: Stream) -> tuple[list[int], Any]:
     return ids_of(chunks), stream.usage
 
 
+def ar_of(pipeline: Pipeline) -> ARStage:
+    """The pipeline's AR stage, for a look inside."""
+    assert isinstance(pipeline._ar, ARStage)
+    return pipeline._ar
+
+
 async def generate(pipeline: Pipeline, prompt: Sequence[int], **sampling: Any) -> Any:
     """The same request through vLLM alone."""
     from vllm.sampling_params import SamplingParams
 
-    assert pipeline._ar is not None
-    assert pipeline._ar._engine is not None
-    llm = pipeline._ar._engine._llm
+    engine = ar_of(pipeline)._engine
+    assert engine is not None
+    llm = engine._llm
     params = SamplingParams(detokenize=False, **sampling)
     final = None
     async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, "reference"):
@@ -144,12 +183,10 @@ async def generate(pipeline: Pipeline, prompt: Sequence[int], **sampling: Any) -
 
 async def wait_until_idle(pipeline: Pipeline, within: float = 10) -> None:
     """Return when no stage holds a request and every KV block of vLLM's is free."""
-    ar, decoder = pipeline._ar, pipeline._decoder
-    assert ar is not None
+    ar, decoders = ar_of(pipeline), [branch.decoder for branch in pipeline._branches]
     assert ar._engine is not None
-    assert decoder is not None
     async with asyncio.timeout(within):
-        while len(ar) or len(decoder) or pipeline._running:
+        while len(ar) or any(map(len, decoders)) or pipeline._running:
             await asyncio.sleep(0.01)
         # vLLM resets its prefix cache only while no request holds a block.
         while not await ar._engine._llm.reset_prefix_cache():

@@ -27,6 +27,7 @@ from omnistage.request import AudioChunk
 from tests.e2e.conftest import (
     PROMPT,
     ThirdBatchFails,
+    ar_of,
     make_pipeline,
     read,
     wait_until_idle,
@@ -114,10 +115,10 @@ async def test_abort_returns_when_every_stage_has_let_go(pipeline: Pipeline, chu
             await anext(stream)
     await asyncio.gather(*(stream.abort() for stream in streams for _ in range(2)))
     assert not pipeline._running
-    assert not len(pipeline._ar or ())
-    assert not len(pipeline._decoder or ())
+    assert not len(ar_of(pipeline))
+    assert not any(len(branch.decoder) for branch in pipeline._branches)
     # At once, without waiting: no request holds a block any more.
-    assert await pipeline._ar._engine._llm.reset_prefix_cache()  # type: ignore[union-attr]
+    assert await ar_of(pipeline)._engine._llm.reset_prefix_cache()  # type: ignore[union-attr]
 
 
 async def test_aborting_before_the_start_starts_nothing(pipeline: Pipeline) -> None:
@@ -266,8 +267,7 @@ async def test_a_killed_engine_fails_running_and_later_requests_within_seconds()
     async with make_pipeline() as pipeline:
         running = [asyncio.create_task(_outcome(pipeline)) for _ in range(8)]
         await asyncio.sleep(0.3)
-        assert pipeline._ar is not None
-        core = pipeline._ar._control.hellos[0].pid  # type: ignore[union-attr]
+        core = ar_of(pipeline)._control.hellos[0].pid  # type: ignore[union-attr]
         began = time.monotonic()
         os.kill(core, signal.SIGKILL)
         outcomes = await asyncio.gather(*running)
@@ -291,7 +291,7 @@ async def test_leaving_the_pipeline_fails_what_is_running_and_leaves_nothing_beh
     before = {p.pid for p in engine_processes()}
     threads = {t.name for t in __import__("threading").enumerate()}
     async with make_pipeline() as pipeline:
-        endpoints = pipeline._ar._endpoints  # type: ignore[union-attr]
+        endpoints = ar_of(pipeline)._endpoints
         running = [asyncio.create_task(_outcome(pipeline)) for _ in range(4)]
         await asyncio.sleep(0.2)
     outcomes = await asyncio.gather(*running)
