@@ -8,84 +8,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 from vllm.v1.request import RequestStatus
 
+from omnistage.core.events import Ending, Event, Record, Refusal, StepEvents
 from omnistage.core.withhold import is_plain, may_withhold
 from omnistage.errors import ProtocolError, SubscriberStalled
 from omnistage.request import FinishReason, Payload
 from omnistage.transport.handover import HandOver
-from omnistage.wire import Admission, decode_admission
+from omnistage.wire import decode_admission
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 log = logging.getLogger(__name__)
 
 EXTRA_ARG: Final = "omnistage"
 PAYLOAD_ATTRIBUTE: Final = "omnistage_payload"
 _NO_PAYLOAD: Final[Mapping[str, Mapping[str, Payload]]] = {}
-
-
-class Record:
-    """A live request with a consumer; the publisher thread keys its state by the same object."""
-
-    __slots__ = ("admission", "segment", "takes_tokens", "tokens", "total", "withheld")
-
-    def __init__(self, admission: Admission, *, takes_tokens: bool, withhold: bool = False) -> None:
-        self.admission = admission
-        self.takes_tokens = takes_tokens
-        self.withheld: list[int] | None = [] if withhold else None
-        self.tokens = 0  # of this segment
-        self.total = 0
-        self.segment = 0
-
-
-class Ending(msgspec.Struct, frozen=True):
-    """The end of a request, or of a segment of it.
-
-    Args:
-        reason: Why.
-        tokens: Ids sampled in the whole request.
-        segment: True if more may follow.
-        error: For an error of ours, the sentence and class name to report.
-    """
-
-    reason: FinishReason
-    tokens: int
-    segment: bool = False
-    error: tuple[str, str] | None = None
-
-
-class Event(msgspec.Struct, frozen=True):
-    """One request in one step, as the scheduler thread saw it."""
-
-    record: Record
-    ids: tuple[int, ...] = ()
-    position: int = 0
-    segment: int = 0
-    tensors: Mapping[str, Payload] | None = None
-    ending: Ending | None = None
-    paused: bool = False
-
-
-class StepEvents(msgspec.Struct, frozen=True):
-    """What one step hands over.
-
-    Args:
-        stamp: Monotonic ns.
-        events: At most one a request.
-    """
-
-    stamp: int
-    events: list[Event]
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """An admission record that could not be read: the request runs, but has no consumer."""
-
-    request_id: str
-    error: str
 
 
 class StepCollector:

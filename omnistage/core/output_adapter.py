@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from omnistage.adapters.processor import ChunkProcessor, Emission, Step
-from omnistage.core.collector import Ending, Event, Record, Refusal, StepEvents
+from omnistage.core.events import Ending, Event, Record, Refusal, StepEvents
 from omnistage.errors import OmniStageError, ProcessorError, ProtocolError
 from omnistage.request import FinishReason, Payload, Terminal
 from omnistage.transport.publisher import Outgoing

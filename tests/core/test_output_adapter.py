@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from omnistage.adapters.processor import CodecFrames, Emission, TokenUpdates
-from omnistage.core.collector import Ending, Event, Record, StepEvents
+from omnistage.core.events import Ending, Event, Record, StepEvents
 from omnistage.core.output_adapter import OutputAdapter
 from omnistage.core.wiring import WiredConfig, Wiring, wiring_of
 from omnistage.errors import UpdatesLost
