@@ -116,9 +116,10 @@ def test_abort_while_preempted(asynchronous: bool) -> None:
 def test_abort_while_the_stopping_step_is_in_flight(asynchronous: bool) -> None:
     run = harness(asynchronous, samples=lambda _, index: EOS if index == 2 else 50 + index)
     run.add(make_request("r", max_tokens=20))
-    fly(run)
-    for _ in range(2):
-        fly(run) if asynchronous else (run.update(), fly(run))
+    for _ in range(3):
+        if run._in_flight and not asynchronous:
+            run.update()
+        fly(run)
     # The step that samples the stop id was executed; its output comes after the abort.
     run.scheduler.finish_requests("r", ABORTED)
     run.publish()
@@ -157,7 +158,7 @@ def test_a_grammar_that_does_not_compile_ends_a_request_that_never_ran(asynchron
         "r", structured_outputs=StructuredOutputsParams(regex="a+"), max_tokens=50
     )
     assert request.structured_output_request is not None
-    request.structured_output_request.grammar = ValueError("no such grammar")
+    request.structured_output_request._grammar = ValueError("no such grammar")
     run.add(request, make_request("other", max_tokens=5))
     check_ended(run, "r", FinishReason.ERROR)
     assert len(run.published.ids["other"]) == 5
