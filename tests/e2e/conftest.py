@@ -16,6 +16,7 @@ from omnistage.adapters.processor import CodecFrames, Emission, Step, TokenUpdat
 from omnistage.config import ARStageConfig, DecoderStageConfig
 from omnistage.pipeline import Pipeline
 from omnistage.request import AudioChunk, Codes, FinishReason, Pcm, Start
+from omnistage.stages.ar import ARStage
 from omnistage.stream import Stream
 
 CHECKPOINT = Path(omnistage.__file__).parent / "models" / "talker" / "checkpoint"
@@ -159,13 +160,19 @@ async def read(stream: Stream) -> tuple[list[int], Any]:
     return ids_of(chunks), stream.usage
 
 
+def ar_of(pipeline: Pipeline) -> ARStage:
+    """The pipeline's AR stage, for a look inside."""
+    assert isinstance(pipeline._ar, ARStage)
+    return pipeline._ar
+
+
 async def generate(pipeline: Pipeline, prompt: Sequence[int], **sampling: Any) -> Any:
     """The same request through vLLM alone."""
     from vllm.sampling_params import SamplingParams
 
-    assert pipeline._ar is not None
-    assert pipeline._ar._engine is not None
-    llm = pipeline._ar._engine._llm
+    engine = ar_of(pipeline)._engine
+    assert engine is not None
+    llm = engine._llm
     params = SamplingParams(detokenize=False, **sampling)
     final = None
     async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, "reference"):
@@ -176,12 +183,10 @@ async def generate(pipeline: Pipeline, prompt: Sequence[int], **sampling: Any) -
 
 async def wait_until_idle(pipeline: Pipeline, within: float = 10) -> None:
     """Return when no stage holds a request and every KV block of vLLM's is free."""
-    ar, decoder = pipeline._ar, pipeline._decoder
-    assert ar is not None
+    ar, decoders = ar_of(pipeline), [branch.decoder for branch in pipeline._branches]
     assert ar._engine is not None
-    assert decoder is not None
     async with asyncio.timeout(within):
-        while len(ar) or len(decoder) or pipeline._running:
+        while len(ar) or any(map(len, decoders)) or pipeline._running:
             await asyncio.sleep(0.01)
         # vLLM resets its prefix cache only while no request holds a block.
         while not await ar._engine._llm.reset_prefix_cache():
