@@ -119,7 +119,7 @@ def held_here(pipeline: Pipeline) -> dict[str, int]:
     }
     for branch in pipeline._branches:
         decoder = branch.decoder
-        counts[branch.name] = len(decoder) + len(decoder._due) + len(decoder._in_hands)
+        counts[branch.name] = len(decoder) + len(decoder._due)
     return counts
 
 
