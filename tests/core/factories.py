@@ -255,6 +255,7 @@ class Driver:
                 continue
             index = computed - request.num_prompt_tokens
             accepted = drafts[: self._samples(request_id, index) % (len(drafts) + 1)]
+            accepted = [i for i in accepted if i >= 0]  # vLLM pads drafts; a sampler rejects those
             sampled.append([*accepted, self._samples(request_id, index + len(accepted))])
         output = ModelRunnerOutput(
             req_ids=ids,
