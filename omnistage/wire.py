@@ -22,6 +22,9 @@ PROTOCOL_VERSION: Final = 1
 MAX_HEADER_BYTES: Final = 64 << 20
 MAX_BUFFER_BYTES: Final = 256 << 20
 MAX_BUFFERS: Final = 16_384
+MAX_CONSUMERS: Final = 64
+MAX_ID: Final = 512
+"""Characters of a request's id, which every update of it repeats."""
 
 _END: Final = b"\x00"
 ITEM_BYTES: Final[dict[str, int]] = {
@@ -289,11 +292,19 @@ def decode_admission(raw: object) -> Admission:
     """Decode what stands in ``extra_args["omnistage"]``.
 
     Raises:
-        ProtocolError: No bytes, another version, malformed bytes or names that cannot be topics.
+        ProtocolError: No bytes, another version, malformed bytes, names that cannot be topics, or
+            more of them than one request may have.
     """
     if not isinstance(raw, bytes | bytearray | memoryview):
         raise ProtocolError(f"admission record must be bytes, got {type(raw).__name__}")
     record = _decode(_admission_decoder, raw)
+    if len(record.request_id) > MAX_ID:
+        raise ProtocolError(f"request id of {len(record.request_id)} characters, at most {MAX_ID}")
+    # The scheduler's thread reads this, and every step of the request makes an update for each.
+    if len(record.consumers) > MAX_CONSUMERS:
+        raise ProtocolError(f"{len(record.consumers)} consumers, at most {MAX_CONSUMERS}")
+    if len(set(record.consumers)) < len(record.consumers):
+        raise ProtocolError("a consumer is named twice")
     try:
         for channel, subscriber in record.consumers:
             topic(channel, subscriber)

@@ -14,7 +14,9 @@ from omnistage.request import ChunkPolicy, FinishReason, Start, Terminal
 from omnistage.wire import (
     MAX_BUFFER_BYTES,
     MAX_BUFFERS,
+    MAX_CONSUMERS,
     MAX_HEADER_BYTES,
+    MAX_ID,
     PROTOCOL_VERSION,
     Admission,
     Data,
@@ -212,3 +214,22 @@ def test_admission_records_come_back_and_bad_names_are_refused() -> None:
     bad = Admission(PROTOCOL_VERSION, "r", consumers=(("audio", "a/b"),))
     with pytest.raises(ProtocolError, match="subscriber id"):
         decode_admission(encode(bad))
+
+
+@pytest.mark.parametrize(
+    ("request_id", "consumers", "why"),
+    [
+        ("r", tuple(("audio", f"s{i}") for i in range(MAX_CONSUMERS + 1)), "65 consumers"),
+        ("r", (("audio", "s"), ("audio", "s")), "named twice"),
+        ("r" * (MAX_ID + 1), (), "513 characters"),
+    ],
+    ids=["many", "twice", "long id"],
+)
+def test_an_admission_record_that_would_burden_every_step_is_refused(
+    request_id: str, consumers: tuple[tuple[str, str], ...], why: str
+) -> None:
+    record = Admission(PROTOCOL_VERSION, request_id, consumers=consumers)
+    with pytest.raises(ProtocolError, match=why):
+        decode_admission(encode(record))
+    at_most = Admission(PROTOCOL_VERSION, "r" * MAX_ID, consumers=consumers[:1])
+    assert decode_admission(encode(at_most)) == at_most
