@@ -7,6 +7,7 @@ imported, which takes seconds, so the AR stage imports it in a thread when it st
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import shutil
@@ -31,6 +32,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from omnistage.config import AUDIO
 from omnistage.core.collector import EXTRA_ARG
+from omnistage.core.ends import Ends
 from omnistage.core.wiring import WiredConfig, Wiring, wiring_of
 from omnistage.errors import (
     ConfigError,
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from omnistage.adapters.input import EngineInput
     from omnistage.config import ARStageConfig
 
+log = logging.getLogger(__name__)
+
 # vLLM sends its engine SIGKILL this long after SIGTERM; its default of 5 s is what workers may
 # need alone.
 _SHUTDOWN_SECONDS: Final = 15.0
@@ -68,6 +72,10 @@ class Engine:
         self.ranks: int = config.parallel_config.data_parallel_size
         self._vocabulary: int = config.model_config.get_vocab_size()
         self._splits_prefill = bool(config.scheduler_config.enable_chunked_prefill)
+        declared = config.model_config.try_get_generation_config().get("eos_token_id")
+        self._ends = Ends(declared, llm.renderer.tokenizer, self._vocabulary)
+        if not self._ends.reachable:
+            log.warning("the model declares no end id that it can sample; requests must say theirs")
 
     async def generate(
         self,
@@ -177,6 +185,7 @@ class Engine:
         self._check_sendable(params)
         # Masking an id beyond the head, as min_tokens does with stop ids, kills the engine.
         self._check_ids(params.stop_token_ids or [], "stop_token_ids")
+        self._ends.check(params)
         return params
 
     @staticmethod

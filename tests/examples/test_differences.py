@@ -38,13 +38,18 @@ class StandIn:
     def __init__(self, *, chunked_prefill: bool = False) -> None:
         self.asked: list[SamplingParams] = []
         self.patience: float | None = None
-        self.model_config = SimpleNamespace(is_encoder_decoder=False, get_vocab_size=lambda: 100)
+        self.model_config = SimpleNamespace(
+            is_encoder_decoder=False,
+            get_vocab_size=lambda: 100,
+            try_get_generation_config=lambda: {"eos_token_id": 2},
+        )
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_size=1),
             model_config=self.model_config,
             scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked_prefill),
         )
         self.renderer = self
+        self.tokenizer = None
 
     async def render_cmpl_async(self, prompts: list[Any]) -> list[Any]:
         return prompts
