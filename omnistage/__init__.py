@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from omnistage.speaker import Speaker, speak
     from omnistage.speech import Speech
     from omnistage.stages.ar import attach
-    from omnistage.stages.base import AudioSink, AudioStage, Stage
+    from omnistage.stages.base import AudioSink, AudioStage, AutoregressiveStage, Stage
     from omnistage.stream import Stream
     from omnistage.subscription import Subscription, subscribe
 
@@ -50,6 +50,7 @@ _HOMES = {
     "AudioSink": "stages.base",
     "ARStageConfig": "config",
     "AudioChunk": "request",
+    "AutoregressiveStage": "stages.base",
     "ChunkPolicy": "request",
     "ChunkProcessor": "adapters.processor",
     "ClientError": "errors",
@@ -79,6 +80,7 @@ __all__ = [
     "AudioChunk",
     "AudioSink",
     "AudioStage",
+    "AutoregressiveStage",
     "ChunkPolicy",
     "ChunkProcessor",
     "ClientError",

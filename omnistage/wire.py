@@ -383,24 +383,3 @@ def buffer_bytes(info: TensorInfo) -> int:
             f"tensor {info.name!r} of {size} bytes exceeds the limit of {MAX_BUFFER_BYTES}"
         )
     return size
-
-
-__all__ = [
-    "Admission",
-    "ControlMessage",
-    "Data",
-    "DataMessage",
-    "Failed",
-    "Hello",
-    "Release",
-    "Released",
-    "Subscribed",
-    "TensorInfo",
-    "Update",
-    "decode_admission",
-    "decode_control",
-    "decode_data",
-    "encode",
-    "parse_topic",
-    "topic",
-]

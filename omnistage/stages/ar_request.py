@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from omnistage.errors import OmniStageError, ServerError, StreamClosed
 
@@ -12,9 +12,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omnistage.request import StageRequest, Usage
-    from omnistage.stages.ar import ARStage
 
 log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What a request needs of its AR stage.
+
+    Attributes:
+        name: The stage's name.
+    """
+
+    name: str
+
+    async def run(self, request: StageRequest, generation: int) -> Usage:
+        """Run a request to its end; cancelling it aborts it."""
+        ...
+
+    async def release(self, request_id: str) -> None:
+        """Return when an aborted request is held nowhere any more."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that is over."""
+        ...
 
 
 class ARRequest:
@@ -26,7 +47,7 @@ class ARRequest:
 
     def __init__(
         self,
-        stage: ARStage,
+        stage: Runner,
         request: StageRequest,
         generation: int,
         on_done: Callable[[Usage | OmniStageError], None],

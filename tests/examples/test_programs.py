@@ -1,4 +1,4 @@
-"""The programs that users read first, run as they are: both examples and the README's ten lines."""
+"""The programs that users read first, run as they are: the examples and the README's ten lines."""
 
 from __future__ import annotations
 
@@ -28,22 +28,27 @@ EXAMPLES = ROOT / "examples"
 # A program as it stands, except that vLLM is forked: that takes a third of the time, and in_app.py
 # shows the other way.
 FORKED = """
-import functools, runpy, sys
-from omnistage import Pipeline
-Pipeline.from_preset = functools.partial(Pipeline.from_preset, start_method="fork")
-runpy.run_path(sys.argv[1], run_name="__main__")
+import dataclasses, runpy, sys
+from omnistage import models
+load = models.load_preset
+def forked(name, /, **changes):
+    return load(name, **{"start_method": "fork", **changes})
+models.load_preset = forked
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Sandbox, Done]]:
-    """All three, two at a time: each costs a start of vLLM."""
+    """All of them, two at a time: each costs a start of vLLM."""
     (ten_lines,) = (block for block in python_blocks(ROOT / "README.md") if "__main__" in block)
     readme = tmp_path_factory.mktemp("readme") / "ten_lines.py"
     readme.write_text(ten_lines)
     commands: dict[str, tuple[str | Path, ...]] = {
         "in_app": (sys.executable, EXAMPLES / "in_app.py"),
         "custom_decoder": (sys.executable, EXAMPLES / "custom_decoder.py"),
+        "custom_stage": (sys.executable, "-c", FORKED, EXAMPLES / "custom_stage.py"),
         "readme": (sys.executable, "-c", FORKED, readme),
     }
     boxes = [
@@ -58,7 +63,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", ["in_app", "custom_decoder", "readme"])
+@pytest.mark.parametrize("name", ["in_app", "custom_decoder", "custom_stage", "readme"])
 def test_it_succeeds_and_leaves_nothing_but_its_output(
     runs: dict[str, tuple[Sandbox, Done]], name: str
 ) -> None:
@@ -93,6 +98,16 @@ def test_the_melody_has_a_tone_for_each_code(runs: dict[str, tuple[Sandbox, Done
     assert said is not None
     assert len(samples) == 600 * (int(said[1]) - int(said[2]))
     assert (rate, float(np.abs(samples).max()) > 0.1) == (24_000, True)
+
+
+@pytest.mark.vllm
+def test_the_call_is_resampled_to_8_khz(runs: dict[str, tuple[Sandbox, Done]]) -> None:
+    sandbox, done = runs["custom_stage"]
+    samples, rate = read(sandbox.output / "call.wav")
+    assert rate == 8000
+    assert 0.7 < len(samples) / rate < 3
+    assert float(np.sqrt(np.mean(samples**2))) > 0.02
+    assert re.fullmatch(r"call\.wav: \d\.\d\d s at 8000 Hz, stop\n", done.stdout)
 
 
 @pytest.mark.vllm

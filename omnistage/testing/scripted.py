@@ -1,0 +1,244 @@
+"""An AR stage whose ids and timing come from a script: no model, everything behind it real.
+
+Its updates go through the output adapter, the publisher thread and ZeroMQ, as vLLM's do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from omnistage.adapters.processor import TokenUpdates
+from omnistage.config import AUDIO
+from omnistage.core.events import Ending, Event, Record, Refusal, StepEvents
+from omnistage.core.output_adapter import OutputAdapter
+from omnistage.errors import StageClosed, error_of_kind
+from omnistage.request import FinishReason, Usage
+from omnistage.stages.admission import admission_record
+from omnistage.stages.ar_request import ARRequest
+from omnistage.transport.control import ControlServer
+from omnistage.transport.handover import HandOver
+from omnistage.transport.publisher import Publisher, PublisherConfig
+from omnistage.wire import decode_admission
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omnistage.adapters.processor import ChunkProcessor
+    from omnistage.errors import OmniStageError
+    from omnistage.request import StageInput, StageRequest
+    from omnistage.transport.endpoints import Endpoints
+    from omnistage.wire import Failed
+
+_HELLO_SECONDS: Final = 10.0
+_STEPS: Final = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What one request samples, and when.
+
+    Args:
+        ids: The ids, in order.
+        ids_per_step: Ids in one step, as with speculative decoding.
+        first_after: Seconds to the first step.
+        step_after: Seconds from a step to the next one.
+        reason: Why it ends.
+        error: Ends it with this error instead, after the ids.
+        stalls: Whether it never ends: the last id is followed by nothing.
+    """
+
+    ids: Sequence[int] = ()
+    ids_per_step: int = 1
+    first_after: float = 0.0
+    step_after: float = 0.0
+    reason: FinishReason = FinishReason.STOP
+    error: OmniStageError | None = None
+    stalls: bool = False
+
+
+def scripted(
+    script: Script | Callable[[StageInput], Script],
+    *,
+    processor: ChunkProcessor | None = None,
+    name: str = "ar",
+) -> Callable[[Endpoints], ScriptedARStage]:
+    """An AR stage for ``Pipeline(ar=scripted(...), decoder=...)``.
+
+    Args:
+        script: What every request samples, or what makes a request's script of its input; an
+            OmniStageError that it raises refuses the request.
+        processor: The chunk processor; every id is passed on without one.
+        name: Names the stage in errors.
+    """
+    make = (lambda _: script) if isinstance(script, Script) else script
+    return lambda endpoints: ScriptedARStage(
+        make, endpoints, processor=processor or TokenUpdates(), name=name
+    )
+
+
+class ScriptedARStage:
+    """Runs scripts instead of a model; it is an :class:`~omnistage.AutoregressiveStage`.
+
+    Args:
+        script: Makes a request's script of its input.
+        endpoints: This process's sockets.
+        processor: The chunk processor.
+        name: Names the stage in errors.
+    """
+
+    model_name = "scripted"
+
+    def __init__(
+        self,
+        script: Callable[[StageInput], Script],
+        endpoints: Endpoints,
+        *,
+        processor: ChunkProcessor,
+        name: str = "ar",
+    ) -> None:
+        self.name = name
+        self.publishers: list[str] = []
+        self._script = script
+        self._endpoints = endpoints
+        self._processor = processor
+        self._generations = count()
+        self._running: dict[str, ARRequest] = {}
+        self._closed: StageClosed | None = None
+        self._idle = asyncio.Event()
+        self._control: ControlServer | None = None
+        self._publisher: Publisher | None = None
+        self._steps: HandOver[StepEvents | Refusal] | None = None
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def closed(self) -> StageClosed | None:
+        """Why the stage takes no requests; None while it does."""
+        return self._closed
+
+    async def start(self) -> None:
+        """Start the publisher thread.
+
+        Raises:
+            StartupError: It cannot bind, or does not say hello.
+        """
+        self._control = ControlServer(self._endpoints, self._on_failed)
+        self._steps = HandOver(_STEPS)
+        adapter = OutputAdapter({AUDIO: self._processor}, self._steps)
+        config = PublisherConfig(
+            bind="ipc",
+            directory=str(self._endpoints.directory),
+            control=self._control.endpoint,
+            owner_pid=os.getpid(),
+        )
+        self._publisher = Publisher(adapter, config, dp_index=0)
+        try:
+            self._publisher.start()
+            hellos = await self._control.wait_for_hellos(1, within=_HELLO_SECONDS)
+        except BaseException:
+            await self.aclose()
+            raise
+        self.publishers = [hello.data_endpoint for hello in hellos]
+
+    def submit(
+        self, request: StageRequest, *, on_done: Callable[[Usage | OmniStageError], None]
+    ) -> ARRequest:
+        """Start a request; see :meth:`AutoregressiveStage.submit`."""
+        if self._closed is not None:
+            raise StageClosed(self._closed.message, stage=self.name)
+        if self._steps is None:
+            raise StageClosed("the stage is not started", stage=self.name)
+        running = ARRequest(self, request, next(self._generations), on_done)
+        self._running[request.request_id] = running
+        return running
+
+    async def run(self, request: StageRequest, generation: int) -> Usage:
+        """Play one request's script."""
+        script = self._script(request.input)
+        admission = decode_admission(admission_record(request, generation))
+        takes = self._processor.requires_token_updates
+        record = None if request.final_stage else Record(admission, takes_tokens=takes)
+        tokens, reason = 0, FinishReason.ABORT
+        try:
+            await asyncio.sleep(script.first_after)
+            for start in range(0, len(script.ids), script.ids_per_step):
+                if start:
+                    await asyncio.sleep(script.step_after)
+                ids = tuple(script.ids[start : start + script.ids_per_step])
+                self._publish(record, ids, position=start)
+                tokens += len(ids)
+            if script.stalls:
+                await asyncio.Event().wait()
+            reason = FinishReason.ERROR if script.error is not None else script.reason
+        finally:
+            self._end(record, Ending(reason, tokens))
+        if script.error is not None:
+            raise script.error
+        prompt = request.input.prompt
+        return Usage(prompt_tokens=len(prompt), output_tokens=tokens, finish_reason=reason)
+
+    async def serve(self) -> None:
+        """Nothing to do: requests run in tasks of their own."""
+        await asyncio.Event().wait()
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait for the running ones."""
+        self._close("the stage is draining and takes no requests")
+        while self._running:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def aclose(self) -> None:
+        """Abort what is running and end the publisher thread. Idempotent."""
+        self._close("the stage is closed")
+        await asyncio.gather(
+            *(request.abort() for request in list(self._running.values())), return_exceptions=True
+        )
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None and self._steps is not None:
+            await asyncio.get_running_loop().run_in_executor(None, publisher.close, 5.0)
+            self._steps.close()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    async def release(self, request_id: str) -> None:
+        """Return when the publisher has let go of a request."""
+        if self._control is not None:
+            await self._control.release(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that is over; called by its own handle."""
+        self._running.pop(request_id, None)
+        if not self._running:
+            self._idle.set()
+
+    def _publish(self, record: Record | None, ids: tuple[int, ...], *, position: int) -> None:
+        if record is not None and ids:
+            record.tokens += len(ids)
+            record.total += len(ids)
+            self._hand_over(Event(record, ids, position))
+
+    def _end(self, record: Record | None, ending: Ending) -> None:
+        if record is not None:
+            self._hand_over(Event(record, position=ending.tokens, ending=ending))
+
+    def _hand_over(self, event: Event) -> None:
+        if self._steps is not None:
+            self._steps.put_beyond_limit(StepEvents(time.monotonic_ns(), [event]))
+
+    def _on_failed(self, message: Failed) -> None:
+        running = self._running.get(message.request_id)
+        if running is not None:
+            error = error_of_kind(message.kind, message.error)
+            error.request_id, error.stage = message.request_id, self.name
+            running.fail(error)
+
+    def _close(self, why: str) -> None:
+        self._closed = self._closed or StageClosed(why, stage=self.name)
