@@ -25,7 +25,7 @@ from omnistage.stages.base import AudioSink, AudioStage, Stage
 from omnistage.stages.branch import Branch
 from omnistage.transport.endpoints import Endpoints
 from omnistage.wire import Update
-from tests.stages.test_decoder import Decoder, Sink, audio
+from tests.stages.factories import Decoder, Sink, audio
 
 FRAMES = [(3, 4), (5, 6), (7, 8), (9, 10)]
 END = Terminal(FinishReason.STOP, 8)
