@@ -45,12 +45,16 @@ def speak(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Makes the same speech again, on the same machine.")
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Draw when ids and chunks came: a png, svg or pdf file.", dir_okay=False),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Speak TEXT with the embedded talker, into a wav file."""
     from omnistage.cli.speak import run
 
-    raise typer.Exit(run(text, output, seed=seed, json=json))
+    raise typer.Exit(run(text, output, seed=seed, timeline=timeline, json=json))
 
 
 @app.command()

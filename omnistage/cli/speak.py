@@ -10,14 +10,16 @@ import sys
 import time
 import warnings
 from collections.abc import Coroutine
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 import numpy as np
 from rich.console import Console
 
+from omnistage.cli.timeline import Timeline, check_drawable, draw, recording
 from omnistage.errors import (
     ClientError,
     ConfigError,
@@ -31,6 +33,8 @@ from omnistage.stages.environment import is_cpu_build
 
 if TYPE_CHECKING:
     from omnistage.request import Pcm
+
+_T = TypeVar("_T")
 
 USAGE: Final = 2
 STARTUP: Final = 3
@@ -48,6 +52,8 @@ class Spoken:
         audio_seconds: Length of the audio.
         start_seconds: From the command's start to a pipeline that takes requests.
         first_audio_seconds: From the request to its first chunk.
+        slack_seconds: The least audio that a player had left as a chunk came; negative for a pause
+            that a listener would have heard. None with fewer than two chunks.
         total_seconds: From the request to its last chunk.
         real_time_factor: Generation time over audio time; below 1 keeps up with a listener.
     """
@@ -59,12 +65,13 @@ class Spoken:
     audio_seconds: float
     start_seconds: float
     first_audio_seconds: float
+    slack_seconds: float | None
     total_seconds: float
     real_time_factor: float | None
 
 
-def run(text: str, output: Path, *, seed: int | None, json: bool) -> int:
-    """Speak ``text`` into ``output``.
+def run(text: str, output: Path, *, seed: int | None, timeline: Path | None, json: bool) -> int:
+    """Speak ``text`` into ``output``, and draw how it went into ``timeline``.
 
     Returns:
         The exit code.
@@ -76,7 +83,13 @@ def run(text: str, output: Path, *, seed: int | None, json: bool) -> int:
     stopped: list[int] = []
     try:
         _check_input(text, output)
-        spoken = asyncio.run(_stoppable(_speak(text, output, seed, console), stopped))
+        if timeline is not None:
+            _check_output(timeline)
+            check_drawable(timeline)
+        work = _speak(text, output, seed, console, record=timeline is not None)
+        spoken, times = asyncio.run(_stoppable(work, stopped))
+        if timeline is not None:
+            draw([times], timeline, " ".join(text.split())[:80])
     except (ConfigError, StartupError, UnsupportedEnvironment) as error:
         return _complain(console, error, STARTUP)
     except ClientError as error:
@@ -107,7 +120,7 @@ def _prepare() -> None:
     logging.getLogger("vllm").setLevel(level)
 
 
-async def _stoppable(work: Coroutine[None, None, Spoken], stopped: list[int]) -> Spoken:
+async def _stoppable(work: Coroutine[None, None, _T], stopped: list[int]) -> _T:
     """Run ``work``; SIGINT and SIGTERM cancel it once, so that the pipeline closes in order."""
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work)
@@ -121,30 +134,34 @@ async def _stoppable(work: Coroutine[None, None, Spoken], stopped: list[int]) ->
     return await task
 
 
-async def _speak(text: str, output: Path, seed: int | None, console: Console) -> Spoken:
+async def _speak(
+    text: str, output: Path, seed: int | None, console: Console, *, record: bool
+) -> tuple[Spoken, Timeline]:
     began = time.monotonic()
+    timeline = Timeline()
     with console.status("starting vLLM") as status:
         # Nothing has run in this process that a fork could break, and spawning takes 14 s longer.
         start_method = "fork" if is_cpu_build() else None
         async with Pipeline.from_preset("talker", start_method=start_method) as pipeline:
             started = time.monotonic()
             status.update("speaking")
-            first = None
             pieces: list[Pcm] = []
-            async with pipeline.submit(text, seed=seed) as stream:
-                async for chunk in stream:
-                    first = first or time.monotonic()
-                    pieces.append(chunk.pcm)
-                    seconds = sum(map(len, pieces)) / chunk.sample_rate
-                    status.update(f"speaking: {seconds:.1f} s of audio")
-            ended = time.monotonic()
+            async with recording(pipeline, "decoder", timeline) if record else nullcontext():
+                timeline.start()
+                async with pipeline.submit(text, seed=seed) as stream:
+                    async for chunk in stream:
+                        timeline.heard(chunk)
+                        pieces.append(chunk.pcm)
+                        seconds = sum(map(len, pieces)) / chunk.sample_rate
+                        status.update(f"speaking: {seconds:.1f} s of audio")
+                usage = await stream.finished()
+                ended = time.monotonic()
             pcm = np.concatenate([np.zeros(0, np.float32), *pieces])
             save_wav(output, pcm, pipeline.sample_rate)
             audio = len(pcm) / pipeline.sample_rate
             status.update("stopping vLLM")
-    usage = stream.usage
-    if usage is None:
-        raise OmniStageError("the stream ended without usage", request_id=stream.request_id)
+    took = ended - started
+    slack = timeline.least_slack
     return Spoken(
         output=str(output),
         prompt_tokens=usage.prompt_tokens,
@@ -152,16 +169,21 @@ async def _speak(text: str, output: Path, seed: int | None, console: Console) ->
         finish_reason=str(usage.finish_reason),
         audio_seconds=round(audio, 3),
         start_seconds=round(started - began, 3),
-        first_audio_seconds=round((first or ended) - started, 3),
-        total_seconds=round(ended - started, 3),
-        real_time_factor=round((ended - started) / audio, 3) if audio else None,
-    )
+        first_audio_seconds=round(timeline.chunks[0][0] if timeline.chunks else took, 3),
+        slack_seconds=None if slack is None else round(slack, 3),
+        total_seconds=round(took, 3),
+        real_time_factor=round(took / audio, 3) if audio else None,
+    ), timeline
 
 
 def _check_input(text: str, output: Path) -> None:
     """Fail before the engine starts, not after it has spoken."""
     if not text.strip():
         raise ClientError("the text is empty; give at least one word")
+    _check_output(output)
+
+
+def _check_output(output: Path) -> None:
     if not output.parent.is_dir():
         raise ClientError(f"{output.parent} is no directory; create it or choose another output")
     if not os.access(output if output.exists() else output.parent, os.W_OK):

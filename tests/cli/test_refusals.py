@@ -41,6 +41,12 @@ def old_vllm(tmp_path: Path) -> Sandbox:
         pytest.param(("speak", "Hi."), "--output", id="no output"),
         pytest.param(("speak", "-o", "a.wav"), "text", id="no text argument"),
         pytest.param(("speak", "Hi.", "-o", "a.wav", "--seed", "-1"), "--seed", id="a bad seed"),
+        pytest.param(
+            ("speak", "Hi.", "-o", "a.wav", "--timeline", "t.txt"), "end in .png", id="no picture"
+        ),
+        pytest.param(
+            ("speak", "Hi.", "-o", "a.wav", "--timeline", "no/t.png"), "no is no", id="no folder"
+        ),
         pytest.param(("speak", "Hi.", "-o", "a.wav", "--loud"), "--loud", id="an unknown option"),
         pytest.param(("sing",), "sing", id="an unknown command"),
     ],

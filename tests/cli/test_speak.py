@@ -36,7 +36,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Spoken, Spoken]:
     boxes = [Sandbox(tmp_path_factory.mktemp("speak")) for _ in range(2)]
     options = ("-o", "out.wav", "--seed", "7")
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(boxes[0].run, COMMAND, "speak", TEXT, *options, "--json")
+        drawn = ("--json", "--timeline", "when.png")
+        first = pool.submit(boxes[0].run, COMMAND, "speak", TEXT, *options, *drawn)
         second = pool.submit(boxes[1].run, COMMAND, "speak", "-", *options, stdin=f"{TEXT}\n")
         return Spoken(boxes[0], first.result()), Spoken(boxes[1], second.result())
 
@@ -89,6 +90,7 @@ def test_json_describes_the_file_on_one_line(runs: tuple[Spoken, Spoken]) -> Non
         "audio_seconds",
         "start_seconds",
         "first_audio_seconds",
+        "slack_seconds",
         "total_seconds",
         "real_time_factor",
     }
@@ -119,6 +121,12 @@ def test_one_seed_makes_the_same_speech_again(runs: tuple[Spoken, Spoken]) -> No
 
 
 def test_nothing_is_left_but_the_file(runs: tuple[Spoken, Spoken]) -> None:
-    for run in runs:
+    for run, files in zip(runs, (["out.wav", "when.png"], ["out.wav"]), strict=True):
         assert run.sandbox.leftovers() == []
-        assert [path.name for path in run.sandbox.output.iterdir()] == ["out.wav"]
+        assert sorted(path.name for path in run.sandbox.output.iterdir()) == files
+
+
+def test_the_timeline_is_a_picture(runs: tuple[Spoken, Spoken]) -> None:
+    picture = (runs[0].sandbox.output / "when.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 10_000
