@@ -111,5 +111,5 @@ async def test_a_decoder_thread_that_dies_reaches_every_open_stream() -> None:
         assert max(when for _, when in ends) - began < WITHIN
         assert all(isinstance(error, StageClosed) for error, _ in ends)
         await check_dead(pipeline, "")
-        await asyncio.wait([pipeline._host])  # type: ignore[list-item]
+        await asyncio.wait([pipeline._host])  # type: ignore[type-var]
         await check_dead(pipeline, "no memory in the decoder's thread")
