@@ -96,7 +96,8 @@ class Pipeline:
 
         Args:
             name: ``talker``, the embedded voice.
-            changes: Fields of the preset's :class:`~omnistage.config.ARStageConfig` to replace.
+            changes: Fields of the preset's :class:`~omnistage.config.ARStageConfig` to replace;
+                ``engine_args`` are laid over the preset's own.
 
         Raises:
             ConfigError: An unknown preset or field.

@@ -5,6 +5,7 @@ Plain descriptions; weights, tables and torch load when the stages start.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from omnistage.models.talker.frames import UnitFrames, UnitFramesState
 from omnistage.models.talker.layout import CHECKPOINT, Layout, read_layout
 from omnistage.models.talker.text import TextStep
 from omnistage.request import ChunkPolicy
+from omnistage.stages.environment import is_cpu_build
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,9 +68,16 @@ class TalkerPreset:
             model=str(self.model),
             processor=TalkerFrames(layout=read_layout(self.model)),
             input_adapter=TalkerInput(self),
-            engine_args=self.engine_args,
+            engine_args={**self.engine_args, "logits_processors": [_forcing()]},
         )
         return ar, DecoderStageConfig(build=self.decoder, chunks=self.chunks)
+
+
+def _forcing() -> str:
+    """The class that enforces the structure, for the model runner that vLLM will choose."""
+    # Model Runner V2 is the default where triton runs, which is not on a CPU.
+    old = is_cpu_build() or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+    return f"omnistage.models.talker.forcing:{'TalkerForcing' if old else 'TalkerForcingV2'}"
 
 
 class TalkerInput:

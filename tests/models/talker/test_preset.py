@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pickle
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +26,32 @@ class TestStages:
         assert WindowedDecoder(decoder.build()).decode_clip(speech()).shape == (48 * 600,)
 
     def test_can_be_changed_by_field(self) -> None:
+        default, _ = load_preset("talker")
         ar, _ = load_preset("talker", name="voice", engine_args={"max_num_seqs": 2})
-        assert (ar.name, ar.engine_args) == ("voice", {"max_num_seqs": 2})
+        assert ar.name == "voice"
+        assert ar.engine_args == {**default.engine_args, "max_num_seqs": 2}
+
+    def test_follow_another_checkpoint_together(self, tmp_path: Path) -> None:
+        copy = shutil.copytree(CHECKPOINT, tmp_path / "copy")
+        ar, decoder = load_preset("talker", model=str(copy))
+        assert ar.model == str(copy)
+        (copy / "code2wav" / "decoder.safetensors").unlink()
+        with pytest.raises(ConfigError, match=r"decoder\.safetensors"):
+            decoder.build()
+
+    def test_refuse_speculative_decoding(self) -> None:
+        with pytest.raises(ConfigError, match="leave speculative_config out"):
+            load_preset("talker", engine_args={"speculative_config": {"method": "ngram"}})
+
+    def test_have_the_forcing_of_the_model_runner(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def forcing() -> Any:
+            return load_preset("talker")[0].engine_args["logits_processors"]
+
+        assert forcing() == ["omnistage.models.talker.forcing:TalkerForcing"]
+        monkeypatch.setattr("omnistage.models.talker.preset.is_cpu_build", lambda: False)
+        assert forcing() == ["omnistage.models.talker.forcing:TalkerForcingV2"]
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+        assert forcing() == ["omnistage.models.talker.forcing:TalkerForcing"]
 
     def test_of_an_unknown_preset_or_field_are_refused_with_the_known_ones(self) -> None:
         with pytest.raises(ConfigError, match="unknown preset 'walker'; known: 'talker'"):
