@@ -101,7 +101,8 @@ class ControlServer:
                 self._on_released(request_id, rank)
         self._reader.touch()
         try:
-            await done.wait()
+            if self._releases[request_id][0]:  # not where no core has said hello yet
+                await done.wait()
         finally:
             self._releases.pop(request_id, None)
 
