@@ -1,0 +1,108 @@
+"""Streams that nobody reads: what they hold is bounded, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+
+from omnistage.pipeline import Pipeline
+from omnistage.stream import Stream
+from tests.e2e.conftest import HOP, PROMPT, generate, ids_of, read
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
+
+SECOND = 24_000 // HOP  # frames
+MAX_UNREAD = 60 / SECOND
+LARGEST_CHUNK = 32 / SECOND
+
+
+@contextmanager
+def little_unread(pipeline: Pipeline) -> Iterator[None]:
+    """Have the decoder stage hold a request that has 60 frames unread."""
+    (branch,) = pipeline._branches
+    decoder: Any = branch.decoder
+    before = decoder._config
+    decoder._config = replace(before, max_unread=MAX_UNREAD, slow_reader="hold")
+    try:
+        yield
+    finally:
+        decoder._config = before
+
+
+def unread(stream: Stream) -> float:
+    return sum(part.unread_seconds for part in stream._request._parts)
+
+
+def resident_mib() -> float:
+    """Memory of this process and of its engines."""
+    here = psutil.Process(os.getpid())
+    processes = (here, *here.children(recursive=True))
+    return float(sum(process.memory_info().rss for process in processes)) / 2**20
+
+
+async def hold(pipeline: Pipeline, tokens: int) -> list[Stream]:
+    """Start 32 streams and return when the AR stage has sampled them to their end."""
+    sampling = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
+    streams = [pipeline.submit(PROMPT, sampling=sampling) for _ in range(32)]
+    for stream in streams:
+        await stream.__aenter__()
+    (branch,) = pipeline._branches
+    async with asyncio.timeout(30):
+        while not all(branch.has_ended(stream.request_id) for stream in streams):
+            await asyncio.sleep(0.02)
+    return streams
+
+
+async def check_held_and_whole(pipeline: Pipeline, streams: list[Stream], tokens: int) -> None:
+    for stream in streams:
+        assert MAX_UNREAD <= unread(stream) < MAX_UNREAD + LARGEST_CHUNK
+        assert stream.usage is None
+    reference = await generate(
+        pipeline, PROMPT, max_tokens=tokens, ignore_eos=True, temperature=0.0
+    )
+    for stream in streams:
+        chunks = [chunk async for chunk in stream]
+        assert ids_of(chunks) == list(reference.token_ids)
+        assert stream.usage is not None
+        await stream.aclose()
+
+
+async def test_32_unread_streams_hold_little_and_lose_nothing(pipeline: Pipeline) -> None:
+    with little_unread(pipeline):
+        streams = await hold(pipeline, 200)
+        # Who reads is served meanwhile.
+        ids, _ = await read(pipeline.submit(PROMPT, sampling={"max_tokens": 9}))
+        assert ids
+        await check_held_and_whole(pipeline, streams, 200)
+
+
+@pytest.mark.slow
+async def test_memory_is_flat_for_60_seconds_of_32_unread_streams(pipeline: Pipeline) -> None:
+    async def traffic() -> None:
+        sampling = {"max_tokens": 100, "ignore_eos": True}
+        while time.monotonic() < until:
+            await read(pipeline.submit(PROMPT, sampling=sampling))
+
+    with little_unread(pipeline):
+        streams = await hold(pipeline, 900)
+        until = time.monotonic() + 60
+        others = [asyncio.create_task(traffic()) for _ in range(4)]
+        await asyncio.sleep(10)
+        samples = []
+        while time.monotonic() < until:
+            samples.append(resident_mib())
+            await asyncio.sleep(1)
+        await asyncio.gather(*others)
+        quarter = len(samples) // 4
+        grown = sum(samples[-quarter:]) / quarter - sum(samples[:quarter]) / quarter
+        # 900 ids of 32 streams are 0.2 MiB; an allocator's own steps are some MiB.
+        assert grown < 8, samples
+        await check_held_and_whole(pipeline, streams, 900)
