@@ -83,8 +83,8 @@ class Mixed:
         kind, inner = state
         if kind == "raises" and step.position >= 3:
             raise RuntimeError("on purpose")
-        if kind == "blocks" and step.position == 3:
-            time.sleep(5)
+        if kind.startswith("blocks") and step.position == 3:
+            time.sleep(int(kind[-1]))
         if kind == "garbage":
             return "not an emission"
         if kind == "no-valid-id":

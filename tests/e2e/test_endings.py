@@ -14,11 +14,9 @@ from prometheus_client import REGISTRY
 
 from omnistage.errors import (
     DeadlineExceeded,
-    DecoderError,
     EngineDead,
     InvalidRequest,
     OmniStageError,
-    ProcessorError,
     StageClosed,
     StreamClosed,
 )
@@ -26,7 +24,6 @@ from omnistage.pipeline import Health, Pipeline
 from omnistage.request import AudioChunk
 from tests.e2e.conftest import (
     PROMPT,
-    ThirdBatchFails,
     ar_of,
     make_pipeline,
     read,
@@ -218,38 +215,6 @@ async def test_a_timeout_is_a_deadline_error_and_aborts(pipeline: Pipeline) -> N
         pipeline.submit(PROMPT, timeout=0)
 
 
-@pytest.mark.parametrize("kind", ["raises", "garbage", "raises-at-the-end"])
-async def test_a_processor_that_fails_fails_its_own_request(pipeline: Pipeline, kind: str) -> None:
-    bystanders = [
-        asyncio.create_task(
-            read(pipeline.submit(PROMPT, sampling={"max_tokens": 60, "ignore_eos": True}))
-        )
-        for _ in range(15)
-    ]
-    sampling = {"max_tokens": 40, "ignore_eos": True} if kind == "raises-at-the-end" else ENDLESS
-    with pytest.raises(ProcessorError, match="Mixed") as raised:
-        await read(pipeline.submit(PROMPT, sampling=sampling, request_id=kind))
-    assert raised.value.request_id
-    for ids, _ in await asyncio.gather(*bystanders):
-        assert len(ids) == 60
-    await wait_until_idle(pipeline)
-
-
-async def test_a_decoder_that_fails_a_stream_leaves_its_batch_mates_alone() -> None:
-    async with make_pipeline(decoder=ThirdBatchFails) as pipeline:
-        force = {"max_tokens": 200, "ignore_eos": True, "allowed_token_ids": [77]}
-        avoid = {"max_tokens": 100, "ignore_eos": True, "logit_bias": {77: -100.0}}
-        bystanders = [
-            asyncio.create_task(read(pipeline.submit(PROMPT, sampling=avoid))) for _ in range(15)
-        ]
-        with pytest.raises(DecoderError, match="third batch") as raised:
-            await read(pipeline.submit(PROMPT, sampling=force))
-        assert raised.value.stage == "decoder"
-        for ids, _ in await asyncio.gather(*bystanders):
-            assert len(ids) == 100
-        await wait_until_idle(pipeline)
-
-
 def engine_processes() -> list[Any]:
     children: list[Any] = psutil.Process().children(recursive=True)
     return children
@@ -271,7 +236,7 @@ async def test_a_killed_engine_fails_running_and_later_requests_within_seconds()
         began = time.monotonic()
         os.kill(core, signal.SIGKILL)
         outcomes = await asyncio.gather(*running)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 2
         assert all(isinstance(outcome, EngineDead) for outcome in outcomes)
         assert isinstance(await _outcome(pipeline), StageClosed)
         assert not pipeline.health().ok

@@ -140,19 +140,23 @@ async def test_extra_args_of_others_pass(pipeline: Pipeline) -> None:
             pass
 
 
-@pytest.mark.parametrize("kind", ["raises", "garbage"])
+@pytest.mark.parametrize("kind", ["raises", "garbage", "raises-at-the-end"])
 async def test_a_processor_that_fails(crowded: Pipeline, kind: str) -> None:
     async with fifteen_others(crowded):
-        with pytest.raises(ProcessorError, match="Mixed"):
-            await read(crowded.submit(PROMPT, sampling=ENDLESS, request_id=kind))
+        stream = crowded.submit(PROMPT, sampling={**ENDLESS, "max_tokens": 40}, request_id=kind)
+        with pytest.raises(ProcessorError, match="Mixed") as raised:
+            await read(stream)
+        assert raised.value.request_id == stream.request_id
 
 
-async def test_a_processor_that_blocks_5_seconds_delays_and_loses_nothing(
-    pipeline: Pipeline,
+@pytest.mark.parametrize("seconds", [1, pytest.param(5, marks=pytest.mark.slow)])
+async def test_a_processor_that_blocks_delays_and_loses_nothing(
+    pipeline: Pipeline, seconds: int
 ) -> None:
     async with fifteen_others(pipeline):
+        sampling = {**ENDLESS, "max_tokens": 40}
         ids, usage = await read(
-            pipeline.submit(PROMPT, sampling={**ENDLESS, "max_tokens": 40}, request_id="blocks")
+            pipeline.submit(PROMPT, sampling=sampling, request_id=f"blocks{seconds}")
         )
         assert len(ids) == usage.output_tokens == 40
 
@@ -160,5 +164,7 @@ async def test_a_processor_that_blocks_5_seconds_delays_and_loses_nothing(
 async def test_a_decoder_that_raises_on_the_third_batch(crowded: Pipeline) -> None:
     async with fifteen_others(crowded):
         force = {**ENDLESS, "max_tokens": 300, "allowed_token_ids": [77]}
-        with pytest.raises(DecoderError, match="third batch"):
-            await read(crowded.submit(PROMPT, sampling=force))
+        stream = crowded.submit(PROMPT, sampling=force)
+        with pytest.raises(DecoderError, match="third batch") as raised:
+            await read(stream)
+        assert (raised.value.request_id, raised.value.stage) == (stream.request_id, "decoder")

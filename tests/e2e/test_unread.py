@@ -37,8 +37,10 @@ def little_unread(pipeline: Pipeline) -> Iterator[None]:
         decoder._config = before
 
 
-def unread(stream: Stream) -> float:
-    return sum(part.unread_seconds for part in stream._request._parts)
+def unread(pipeline: Pipeline, stream: Stream) -> float:
+    """Seconds of audio that a stream holds for its reader."""
+    (branch,) = pipeline._branches
+    return branch.decoder._open[stream.request_id].sink.unread_seconds
 
 
 def resident_mib() -> float:
@@ -63,7 +65,7 @@ async def hold(pipeline: Pipeline, tokens: int) -> list[Stream]:
 
 async def check_held_and_whole(pipeline: Pipeline, streams: list[Stream], tokens: int) -> None:
     for stream in streams:
-        assert MAX_UNREAD <= unread(stream) < MAX_UNREAD + LARGEST_CHUNK
+        assert MAX_UNREAD <= unread(pipeline, stream) < MAX_UNREAD + LARGEST_CHUNK
         assert stream.usage is None
     reference = await generate(
         pipeline, PROMPT, max_tokens=tokens, ignore_eos=True, temperature=0.0
