@@ -7,7 +7,7 @@ ROUNDS ?= 20
 TOKENS ?= 128
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types contract bench soak check clean
+.PHONY: help setup demo test lint types contract cases bench soak check clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s%s\n", $$1, $$2}' Makefile
@@ -31,6 +31,9 @@ types: setup ## mypy, strict, on the package, the tests and the tools
 
 contract: setup ## vLLM's own scheduler tests, with its schedulers and with ours
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.contract
+
+cases: setup ## the public failure cases and the tests that hold them; fails on a gap
+	@$(BIN)/python -m tools.cases
 
 bench: setup ## tokens per second and delivery cost beside stock vLLM; wants a quiet machine
 	$(BIN)/python benchmarks/ar.py --rounds $(ROUNDS) --tokens $(TOKENS)

@@ -75,7 +75,7 @@ def test_the_ci_script_can_be_executed() -> None:
 
 @pytest.mark.parametrize(
     "target",
-    ["demo", "test", "lint", "types", "contract", "bench", "soak", "check"],
+    ["demo", "test", "lint", "types", "contract", "cases", "bench", "soak", "check"],
 )
 def test_a_make_target_brings_the_environment_up_first(target: str) -> None:
     plan = subprocess.run(
