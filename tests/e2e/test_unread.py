@@ -57,7 +57,7 @@ async def hold(pipeline: Pipeline, tokens: int) -> list[Stream]:
     for stream in streams:
         await stream.__aenter__()
     (branch,) = pipeline._branches
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):  # a minute of it on a machine with ten other jobs
         while not all(branch.has_ended(stream.request_id) for stream in streams):
             await asyncio.sleep(0.02)
     return streams
