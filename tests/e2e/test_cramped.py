@@ -60,7 +60,7 @@ async def cramped(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pip
         yield running
 
 
-def request(i: int, tokens: int = 60) -> tuple[list[int], dict[str, Any]]:
+def request(i: int, tokens: int = 45) -> tuple[list[int], dict[str, Any]]:
     prompt = [1, 4, *(68 + (i * 11 + k) % 100 for k in range(50)), 3]
     return prompt, {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
 
@@ -98,7 +98,7 @@ async def test_a_request_as_long_as_the_cache_waits_and_blocks_nobody(cramped: P
     longest = cramped.submit([70] * (LONGEST - 20), sampling={"ignore_eos": True})
     later = [cramped.submit(p, sampling=s) for p, s in (request(i) for i in range(3))]
     results = await asyncio.gather(*map(read, [*short, longest, *later]))
-    assert [len(ids) for ids, _ in results] == [60, 60, 60, 20, 60, 60, 60]
+    assert [len(ids) for ids, _ in results] == [45, 45, 45, 20, 45, 45, 45]
     with pytest.raises(InvalidRequest):
         await read(cramped.submit([70] * LONGEST))
     assert (await read(cramped.submit(PROMPT, sampling={"max_tokens": 3})))[1] is not None

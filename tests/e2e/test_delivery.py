@@ -8,14 +8,16 @@ import logging
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from omnistage.adapters.input import TextInput
+from omnistage.config import Deadlines
 from omnistage.core.engine import Engine
-from omnistage.errors import OmniStageError, ServerError, StreamClosed
+from omnistage.errors import DeadlineExceeded, OmniStageError, ServerError, StreamClosed
 from omnistage.pipeline import Pipeline
 from omnistage.request import AudioChunk, ChunkPolicy, FinishReason
 from omnistage.stages import decoder as decoder_module
@@ -251,3 +253,31 @@ async def test_a_first_id_that_ends_the_request_gives_empty_audio_and_the_reason
     ids, usage = await read(pipeline.submit(PROMPT, sampling=stop, request_id="no-valid-id"))
     assert ids == []
     assert (usage.output_tokens, usage.finish_reason) == (1, FinishReason.STOP)
+
+
+@pytest.mark.parametrize("kept", [1, 5])
+async def test_updates_that_stop_coming_fail_their_request_and_no_other(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    (branch,) = pipeline._branches
+    decoder: Any = branch.decoder
+    impatient = replace(decoder._config, deadlines=Deadlines(between_chunks=0.5))
+    silent, seen, on_update = pipeline.submit(PROMPT, sampling=ENDLESS), [], decoder.on_update
+
+    def drop(update: Any, buffers: Any, stamp: int) -> None:
+        if update.request_id == silent.request_id:
+            seen.append(update)
+            if len(seen) > kept:
+                return
+        on_update(update, buffers, stamp)
+
+    monkeypatch.setattr(decoder, "on_update", drop)
+    async with nothing_left(pipeline):
+        with monkeypatch.context() as patched:
+            patched.setattr(decoder, "_config", impatient)
+            await silent.__aenter__()
+        other = asyncio.create_task(read(pipeline.submit(PROMPT, sampling=greedy(60))))
+        with pytest.raises(DeadlineExceeded, match=r"no update for 0\.5 s.*'ar'") as raised:
+            await read(silent)
+        assert raised.value.request_id == silent.request_id
+        assert len((await other)[0]) == 60
