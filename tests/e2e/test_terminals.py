@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,18 +13,21 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
 from omnistage.errors import (
+    DeadlineExceeded,
     DecoderError,
     InvalidRequest,
     OmniStageError,
     ProcessorError,
+    ReaderStalled,
     ServerError,
     StreamClosed,
+    UpdatesLost,
 )
 from omnistage.pipeline import Pipeline
 from omnistage.request import FinishReason, Start
 from omnistage.stream import Stream
-from omnistage.wire import PROTOCOL_VERSION, Admission, encode
-from tests.e2e.conftest import PROMPT, read
+from omnistage.wire import PROTOCOL_VERSION, Admission, Failed, encode
+from tests.e2e.conftest import PROMPT, ar_of, read
 from tests.e2e.inside import (
     ADDED_IN_SHUTDOWN,
     PREPROCESSING_FAILS,
@@ -189,6 +193,46 @@ async def test_abort_while_decoding_and_at_the_very_end(pipeline: Pipeline) -> N
         assert set(published.terminals) == {stream.request_id for stream in streams}
         assert all(len(reasons) == 1 for reasons in published.terminals.values())
         assert published.terminals[streams[0].request_id] == ["abort"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        ("a loss", UpdatesLost),
+        ("a deadline", DeadlineExceeded),
+        ("a reader that does not read", ReaderStalled),
+        ("a report of the engine's side", ProcessorError),
+    ],
+)
+async def test_whatever_fails_a_request_aborts_it_in_vllm(
+    pipeline: Pipeline, cause: str, kind: type[OmniStageError]
+) -> None:
+    (branch,) = pipeline._branches
+    decoder: Any = branch.decoder
+    async with nothing_left(pipeline):
+        timeout = 0.1 if cause == "a deadline" else None
+        before = decoder._config
+        if cause == "a reader that does not read":
+            decoder._config = replace(before, max_unread=0.001, slow_reader="fail")
+        with Published(pipeline) as published:
+            streams = [pipeline.submit(PROMPT, sampling=ENDLESS, timeout=timeout) for _ in range(4)]
+            for stream in streams:
+                await stream.__aenter__()
+            if cause == "a loss":
+                await until(pipeline, requests=4)
+                decoder.on_lost(UpdatesLost("on purpose"))
+            elif cause == "a report of the engine's side":
+                for stream in streams:
+                    failed = Failed(
+                        PROTOCOL_VERSION, stream.request_id, kind.__name__, "on purpose"
+                    )
+                    ar_of(pipeline)._on_failed(failed)
+            # Nobody has closed them yet, or reads: what failed them aborts them all the same.
+            await until(pipeline, requests=0)
+            outcomes = [await outcome(stream) for stream in streams]
+            assert all(isinstance(error, kind) for error in outcomes)
+            decoder._config = before
+        assert list(published.terminals.values()) == [["abort"]] * len(published.terminals)
 
 
 async def test_a_client_that_is_gone_is_aborted(pipeline: Pipeline) -> None:
