@@ -262,7 +262,8 @@ async def test_updates_that_stop_coming_fail_their_request_and_no_other(
     (branch,) = pipeline._branches
     decoder: Any = branch.decoder
     impatient = replace(decoder._config, deadlines=Deadlines(between_chunks=0.5))
-    silent, seen, on_update = pipeline.submit(PROMPT, sampling=ENDLESS), [], decoder.on_update
+    silent, on_update = pipeline.submit(PROMPT, sampling=ENDLESS), decoder.on_update
+    seen: list[Any] = []
 
     def drop(update: Any, buffers: Any, stamp: int) -> None:
         if update.request_id == silent.request_id:
@@ -281,3 +282,4 @@ async def test_updates_that_stop_coming_fail_their_request_and_no_other(
             await read(silent)
         assert raised.value.request_id == silent.request_id
         assert len((await other)[0]) == 60
+    assert seen[-1].terminal.reason is FinishReason.ABORT  # in vLLM too, long before its length
