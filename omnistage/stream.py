@@ -6,7 +6,8 @@ import asyncio
 import logging
 import warnings
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -14,26 +15,22 @@ from omnistage.errors import (
     ConfigError,
     DeadlineExceeded,
     OmniStageError,
-    ServerError,
     StreamClosed,
-    UpdatesLost,
 )
 from omnistage.request import FinishReason, StageRequest, Usage, new_request_id
 from omnistage.speech import Speech
+from omnistage.take import Take
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from types import TracebackType
 
     from omnistage.metrics import RequestMetrics
-    from omnistage.request import AudioChunk, StageInput, Terminal
-    from omnistage.stages.base import AutoregressiveStage, RunningRequest
+    from omnistage.request import AudioChunk, StageInput
+    from omnistage.stages.base import AutoregressiveStage
     from omnistage.stages.branch import Branch
 
 log = logging.getLogger(__name__)
-
-# How long the last update may be behind vLLM's own answer, and the other way round.
-_STRAGGLER_SECONDS: Final = 10.0
 
 
 class Stream:
@@ -141,10 +138,10 @@ class Stream:
 
 
 class Submission:
-    """One submission: what the stages report, in the order it is read.
+    """One submission: its pieces one after the other, and their audio in the order it is read.
 
-    It is complete when every branch has given all its audio and the AR stage its usage, and their
-    counts agree; the first error ends it and aborts all the others.
+    A text that is too long for one request is several, each submitted when the AR stage is done
+    with the one before; the first error ends all of it.
 
     Args:
         stages: Gives the running AR stage and branches, or raises StageClosed.
@@ -179,14 +176,15 @@ class Submission:
         self._consumers = consumers
         self._external_id = external_id or self.request_id
         self._timeout = timeout
+        self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._chunks: deque[tuple[_Part, AudioChunk]] = deque()
         self._news = asyncio.Event()
         self._error: OmniStageError | None = None
-        self._parts: list[_Part] = []
-        self._result: Usage | None = None
-        self._ar: RunningRequest | None = None
-        self._timers: list[asyncio.TimerHandle] = []
+        self._pieces: deque[StageInput] = deque()
+        self._takes: deque[Take] = deque()  # the last one may run, those before it wait to be read
+        self._usages: dict[int, Usage] = {}  # by piece; they may end in another order
+        self._indices: dict[str, int] = {}  # chunks given, by decoder
+        self._started_takes = 0
 
     @property
     def sample_rate(self) -> int:
@@ -201,62 +199,51 @@ class Submission:
         return branches[0].sample_rate
 
     def start(self) -> None:
-        """Open every branch, then submit to the AR stage; once."""
+        """Submit the first piece; once."""
         if self.started or self.over:
             return
         self._loop = asyncio.get_running_loop()
-        ar, branches = self._stages()
+        ar, _ = self._stages()
         self.started = True
         self._running[self.request_id] = self
         self._metrics = self._make_metrics()
         log.info("request %s started", self.request_id)
+        if self._timeout is not None:
+            self._timer = self._loop.call_later(self._timeout, self._on_timeout)
         try:
-            for branch in branches:
-                part = _Part(self, branch)
-                branch.open(self.request_id, part)
-                self._parts.append(part)
-            consumers = (*(branch.consumer for branch in branches), *self._consumers)
-            request = StageRequest(
-                request_id=self.request_id,
-                external_id=self._external_id,
-                input=self._input,
-                final_stage=not consumers,
-                consumers=consumers,
-            )
-            self._ar = ar.submit(request, on_done=self._on_ar_done)
+            self._pieces.extend(ar.split(self._input))
+            self._go_on()
         except OmniStageError as error:
             self.fail(error)
-        if self._timeout is not None:
-            self._after(self._timeout, self._on_timeout)
 
     async def next(self) -> AudioChunk | None:
         """The next chunk; None after the last one."""
-        while not self._chunks:
+        while True:
             if self._error is not None:
                 raise self._error
+            while self._takes and self._takes[0].over and not self._takes[0].has_audio:
+                self._takes.popleft()
+            if self._takes and self._takes[0].has_audio:
+                chunk = self._takes[0].pop()
+                self._go_on()
+                return self._numbered(chunk)
             if self.over:
                 return None
             self._news.clear()
             await self._news.wait()
-        part, chunk = self._chunks.popleft()
-        part.unread_seconds -= chunk.seconds
-        part.branch.resume(self.request_id)
-        return chunk
 
     def fail(self, error: OmniStageError) -> None:
-        """End the request with ``error`` unless it is over, and abort it in every stage."""
+        """End it with ``error`` unless it is over, and abort what runs in every stage."""
         if self.over:
             return
+        error.request_id = self.request_id
         self._error = error
-        self._chunks.clear()
+        self._end()
         if self._metrics is not None:
             self._metrics.failure(type(error).__name__)
             log.info("request %s ended: %s", self.request_id, error)
-        self._end()
-        for part in self._parts:
-            part.branch.drop(self.request_id)
-        if self._ar is not None:
-            self._ar.fail(error)
+        for take in self._takes:
+            take.fail(error)
 
     def fail_threadsafe(self, error: OmniStageError) -> None:
         """As :meth:`fail`, from a finalizer: any thread, any time."""
@@ -265,105 +252,83 @@ class Submission:
 
     async def abort(self) -> None:
         """Return when the stages have let go; :meth:`fail` comes first and makes them."""
-        for part in self._parts:
-            await part.branch.release(self.request_id)
-        if self._ar is not None:
-            await self._ar.abort()
+        for take in list(self._takes):
+            await take.abort()
 
-    def on_chunk(self, part: _Part, chunk: AudioChunk) -> None:
-        """The next piece of a branch's audio."""
-        self._chunks.append((part, chunk))
-        if self._metrics is not None and part is self._parts[0]:
+    def _go_on(self) -> None:
+        """Submit the next piece if the AR stage is done with the last one and a reader reads."""
+        if self.over or not self._pieces or (self._takes and not self._takes[-1].sampled):
+            return
+        if sum(not take.over for take in self._takes) > 1:
+            return  # sampling is ahead of decoding by a whole piece
+        try:
+            ar, branches = self._stages()
+        except OmniStageError as error:
+            self.fail(error)
+            return
+        limit = min((branch.max_unread for branch in branches), default=0.0)
+        if self._takes and branches and sum(t.unread_seconds for t in self._takes) >= limit:
+            return
+        number = self._started_takes
+        self._started_takes += 1
+        take = Take(number, branches, self._on_news)
+        self._takes.append(take)
+        consumers = (*(branch.consumer for branch in branches), *self._consumers)
+        take.start(
+            ar,
+            StageRequest(
+                request_id=f"{self.request_id}.{number}" if number else self.request_id,
+                external_id=self._external_id,
+                input=self._pieces.popleft(),
+                final_stage=not consumers,
+                consumers=consumers,
+            ),
+        )
+
+    def _on_news(self, take: Take, chunk: AudioChunk | None = None) -> None:
+        """From a take: a chunk came, the AR stage is done with it, or it is over."""
+        if chunk is not None and self._metrics is not None:
             self._metrics.chunk(chunk.seconds)
+        if take.error is not None:
+            self.fail(take.error)
+        elif take.over and take.usage is not None and not self.over:
+            self._usages[take.number] = take.usage
+            if not self._pieces and len(self._usages) == self._started_takes:
+                self._succeed()
         self._news.set()
+        if take.sampled:
+            self._go_on()
 
-    def complete(self) -> None:
-        """Finish if every side has reported; otherwise give the late ones a bounded time."""
-        if self.over:
-            return
-        result = self._result
-        terminals = [part.terminal for part in self._parts if part.terminal is not None]
-        if len(terminals) < len(self._parts) or result is None:
-            if result is not None or len(terminals) == len(self._parts):
-                self._after(_STRAGGLER_SECONDS, self._on_straggler)
-            return
-        reason = terminals[0].reason if terminals else result.finish_reason
-        wrong = next((t.tokens for t in terminals if t.tokens != result.output_tokens), None)
-        if wrong is not None:
-            message = f"vLLM sampled {result.output_tokens} ids, {wrong} were published"
-            self.fail(UpdatesLost(message, request_id=self.request_id))
-        elif reason in {FinishReason.ABORT, FinishReason.ERROR}:
-            message = f"vLLM ended the request with {reason!s}"
-            self.fail(ServerError(message, request_id=self.request_id))
-        else:
-            self.usage = Usage(
-                prompt_tokens=result.prompt_tokens,
-                output_tokens=result.output_tokens,
-                finish_reason=reason,
-                dropped_tokens=terminals[0].dropped if terminals else 0,
-                text=result.text,
-            )
-            if self._metrics is not None:
-                self._metrics.success(reason)
-            log.info("request %s finished: %s", self.request_id, reason)
-            self._end()
+    def _succeed(self) -> None:
+        usages = [self._usages[number] for number in range(self._started_takes)]
+        reasons = [usage.finish_reason for usage in usages]
+        texts = [usage.text for usage in usages if usage.text is not None]
+        self.usage = Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+            output_tokens=sum(usage.output_tokens for usage in usages),
+            finish_reason=next((r for r in reasons if r is not FinishReason.STOP), reasons[0]),
+            dropped_tokens=sum(usage.dropped_tokens for usage in usages),
+            text=" ".join(texts) if texts else None,
+        )
+        self._end()
+        if self._metrics is not None:
+            self._metrics.success(self.usage.finish_reason)
+        log.info("request %s finished: %s", self.request_id, self.usage.finish_reason)
 
-    def _on_ar_done(self, outcome: Usage | OmniStageError) -> None:
-        if isinstance(outcome, OmniStageError):
-            self.fail(outcome)
-            return
-        self._result = outcome
-        self.complete()
+    def _numbered(self, chunk: AudioChunk) -> AudioChunk:
+        """The chunk of a piece as one of the whole."""
+        index = self._indices.get(chunk.decoder, 0)
+        self._indices[chunk.decoder] = index + 1
+        if self._started_takes == 1:
+            return chunk
+        return replace(chunk, request_id=self.request_id, index=index)
 
     def _end(self) -> None:
         self.over = True
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
+        if self._timer is not None:
+            self._timer.cancel()
         self._running.pop(self.request_id, None)
         self._news.set()
 
-    def _after(self, seconds: float, call: Any) -> None:
-        if self._loop is not None:
-            self._timers.append(self._loop.call_later(seconds, call))
-
     def _on_timeout(self) -> None:
-        self.fail(
-            DeadlineExceeded(
-                f"the request was not complete after {self._timeout:g} s",
-                request_id=self.request_id,
-            )
-        )
-
-    def _on_straggler(self) -> None:
-        missing = [part for part in self._parts if part.terminal is None]
-        if missing and all(part.branch.has_ended(self.request_id) for part in missing):
-            return  # all ids are here, decoding them just takes longer
-        what = "the last update" if missing else "vLLM's answer"
-        self.fail(
-            UpdatesLost(
-                f"{what} did not come within {_STRAGGLER_SECONDS:g} s of the other side's end",
-                request_id=self.request_id,
-            )
-        )
-
-
-class _Part:
-    """A submission's share of one branch: what that branch has given of it."""
-
-    def __init__(self, submission: Submission, branch: Branch) -> None:
-        self.branch = branch
-        self.terminal: Terminal | None = None
-        self.unread_seconds = 0.0
-        self._submission = submission
-
-    def on_chunk(self, chunk: AudioChunk) -> None:
-        self.unread_seconds += chunk.seconds
-        self._submission.on_chunk(self, chunk)
-
-    def on_end(self, terminal: Terminal) -> None:
-        self.terminal = terminal
-        self._submission.complete()
-
-    def on_error(self, error: OmniStageError) -> None:
-        self._submission.fail(error)
+        self.fail(DeadlineExceeded(f"the request was not complete after {self._timeout:g} s"))

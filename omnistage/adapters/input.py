@@ -49,6 +49,19 @@ class InputAdapter(Protocol):
         ...
 
 
+@runtime_checkable
+class SplittingAdapter(InputAdapter, Protocol):
+    """An input adapter whose model takes no more than a sentence or so at a time."""
+
+    def split(self, stage_input: StageInput) -> Sequence[StageInput]:
+        """Cut an input into those that are run one after the other; called on the event loop.
+
+        Raises:
+            InvalidRequest: The input cannot be served.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TextInput:
     """Passes text, or ids, on as they are.

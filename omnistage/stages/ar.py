@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from anyio import to_thread
 
-from omnistage.adapters.input import TextInput, check_consumable
+from omnistage.adapters.input import SplittingAdapter, TextInput, check_consumable
 from omnistage.errors import (
     DeadlineExceeded,
     EngineDead,
@@ -33,7 +33,7 @@ from omnistage.transport.control import ControlServer
 from omnistage.transport.endpoints import check_bind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from vllm.config import VllmConfig
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from omnistage.adapters.input import InputAdapter
     from omnistage.config import ARStageConfig
     from omnistage.core.engine import Engine
-    from omnistage.request import StageRequest, Usage
+    from omnistage.request import StageInput, StageRequest, Usage
     from omnistage.transport.endpoints import Endpoints
     from omnistage.wire import Failed
 
@@ -117,6 +117,12 @@ class ARStage:
         for hello in hellos:
             self._watch(hello.pid)
         log.info("stage %s started: %s", self.name, self._config.model)
+
+    def split(self, asked: StageInput) -> Sequence[StageInput]:
+        """See :meth:`AutoregressiveStage.split`: what the input adapter makes of it."""
+        return (
+            self._adapter.split(asked) if isinstance(self._adapter, SplittingAdapter) else [asked]
+        )
 
     def submit(
         self, request: StageRequest, *, on_done: Callable[[Usage | OmniStageError], None]

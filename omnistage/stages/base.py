@@ -6,10 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from omnistage.errors import OmniStageError, StageClosed
-    from omnistage.request import AudioChunk, StageRequest, Terminal, Usage
+    from omnistage.request import AudioChunk, StageInput, StageRequest, Terminal, Usage
 
 
 @runtime_checkable
@@ -142,6 +142,14 @@ class AutoregressiveStage(Stage, Protocol):
     @property
     def closed(self) -> StageClosed | None:
         """Why the stage takes no requests; None while it does."""
+        ...
+
+    def split(self, asked: StageInput) -> Sequence[StageInput]:
+        """The requests that a submission becomes, one after the other; mostly itself alone.
+
+        Raises:
+            InvalidRequest: It cannot be served.
+        """
         ...
 
     def submit(

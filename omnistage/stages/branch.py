@@ -35,6 +35,7 @@ class Branch:
     def __init__(self, config: DecoderStageConfig, endpoints: Endpoints) -> None:
         self.name = config.name
         self.decoder = DecoderStage(config, endpoints)
+        self.max_unread = config.max_unread
         self._make = config.then
         self._limit = config.deadlines.between_chunks
         self._behind: list[AudioStage] = []

@@ -65,6 +65,7 @@ def scripted(
     script: Script | Callable[[StageInput], Script],
     *,
     processor: ChunkProcessor | None = None,
+    split: Callable[[StageInput], Sequence[StageInput]] | None = None,
     name: str = "ar",
 ) -> Callable[[Endpoints], ScriptedARStage]:
     """An AR stage for ``Pipeline(ar=scripted(...), decoder=...)``.
@@ -73,11 +74,12 @@ def scripted(
         script: What every request samples, or what makes a request's script of its input; an
             OmniStageError that it raises refuses the request.
         processor: The chunk processor; every id is passed on without one.
+        split: Cuts a submission into requests that follow one another, as an input adapter may.
         name: Names the stage in errors.
     """
     make = (lambda _: script) if isinstance(script, Script) else script
     return lambda endpoints: ScriptedARStage(
-        make, endpoints, processor=processor or TokenUpdates(), name=name
+        make, endpoints, processor=processor or TokenUpdates(), split=split, name=name
     )
 
 
@@ -88,6 +90,7 @@ class ScriptedARStage:
         script: Makes a request's script of its input.
         endpoints: This process's sockets.
         processor: The chunk processor.
+        split: Cuts a submission into requests that follow one another.
         name: Names the stage in errors.
     """
 
@@ -99,6 +102,7 @@ class ScriptedARStage:
         endpoints: Endpoints,
         *,
         processor: ChunkProcessor,
+        split: Callable[[StageInput], Sequence[StageInput]] | None = None,
         name: str = "ar",
     ) -> None:
         self.name = name
@@ -106,6 +110,7 @@ class ScriptedARStage:
         self._script = script
         self._endpoints = endpoints
         self._processor = processor
+        self._split = split
         self._generations = count()
         self._running: dict[str, ARRequest] = {}
         self._closed: StageClosed | None = None
@@ -145,6 +150,10 @@ class ScriptedARStage:
             await self.aclose()
             raise
         self.publishers = [hello.data_endpoint for hello in hellos]
+
+    def split(self, asked: StageInput) -> Sequence[StageInput]:
+        """A submission is one request, unless it was said how to cut it."""
+        return [asked] if self._split is None else self._split(asked)
 
     def submit(
         self, request: StageRequest, *, on_done: Callable[[Usage | OmniStageError], None]

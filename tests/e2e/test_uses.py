@@ -257,6 +257,9 @@ async def test_a_speaker_speaks_from_any_thread_and_again_without_a_start(tmp_pa
             with pytest.raises(InvalidRequest):
                 speaker.speak("")
             second = speaker.speak("Hello world.", seed=1)
+            both = speaker.speak("Hello world. What time is it?", seed=1)
+            other = speaker.speak("What time is it?", seed=1)
+        assert np.array_equal(both.pcm, np.concatenate([first.pcm, other.pcm]))
         first.save(tmp_path / "hello.wav")
         with pytest.raises(StageClosed):
             speaker.speak("Hello.")

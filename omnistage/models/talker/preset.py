@@ -6,9 +6,9 @@ Plain descriptions; weights, tables and torch load when the stages start.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from anyio import to_thread
@@ -19,17 +19,23 @@ from omnistage.config import ARStageConfig, DecoderStageConfig
 from omnistage.errors import ConfigError, InvalidRequest
 from omnistage.models.talker.frames import UnitFrames, UnitFramesState
 from omnistage.models.talker.layout import CHECKPOINT, Layout, read_layout
-from omnistage.models.talker.text import TextStep
+from omnistage.models.talker.pieces import pieces
+from omnistage.models.talker.text import TRAINED_WORDS, TextStep, is_said
 from omnistage.request import ChunkPolicy
 from omnistage.stages.environment import is_cpu_build
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from omnistage.adapters.processor import Step
     from omnistage.decoders.base import Decoder
     from omnistage.request import FinishReason, StageInput, Start
+
+MAX_TEXT: Final = 100_000
+"""Characters of one request, two hours of speech."""
+
+_MAX_PIECE: Final = 400  # a piece of ordinary words has some 80 characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +104,28 @@ class TalkerInput:
             ConfigError: hibari is not installed.
         """
         await to_thread.run_sync(self._text.prompt_ids, "Hello.")
+
+    def split(self, stage_input: StageInput) -> Sequence[StageInput]:
+        """Cut a text into pieces as long as those of the training.
+
+        Raises:
+            InvalidRequest: More text than anyone listens to, or a word that cannot be one.
+        """
+        text = stage_input.prompt
+        if not isinstance(text, str):
+            return [stage_input]
+        if len(text) > MAX_TEXT:
+            raise InvalidRequest(
+                f"the text has {len(text)} characters, at most {MAX_TEXT} can be one request",
+                parameter="prompt",
+            )
+        cut = pieces(text, TRAINED_WORDS, is_said)
+        if len(longest := max(cut, key=len)) > _MAX_PIECE:
+            raise InvalidRequest(
+                f"the text has a word of {max(map(len, longest.split()))} characters",
+                parameter="prompt",
+            )
+        return [replace(stage_input, prompt=piece) for piece in cut]
 
     async def adapt(self, stage_input: StageInput) -> EngineInput:
         """Convert one input, in a thread: hibari takes milliseconds for a sentence.

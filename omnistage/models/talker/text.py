@@ -194,6 +194,11 @@ class _Pronunciation:
         return " ".join(sound for sound in sounds if sound)
 
 
+def is_said(text: str) -> bool:
+    """Whether anything of a text is a word or a number that the talker can say."""
+    return any(map(str.isalnum, _speakable(text)[0]))
+
+
 def _speakable(text: str) -> tuple[str, str]:
     """A text that hibari reads safely, and the characters of the original that nothing speaks."""
     kept, skipped = [], ""
@@ -235,8 +240,7 @@ def _describe(characters: str) -> str:
 
 def _too_long(amount: str) -> InvalidRequest:
     return InvalidRequest(
-        f"the text is too long for the talker, {amount}: split it at sentence ends and submit the "
-        "parts one after another",
+        f"the text is too long for one request to the talker, {amount}: split it at sentence ends",
         parameter="text",
     )
 

@@ -72,6 +72,23 @@ class TestStages:
             sampling["temperature"] = 1.0
 
 
+class TestLongText:
+    def test_is_cut_into_what_the_talker_speaks_well(self) -> None:
+        asked = StageInput(prompt="Hello world. How are you? Привет. 🙂 Fine.", seed=3)
+        cut = TalkerInput(TALKER).split(asked)
+        assert [one.prompt for one in cut] == ["Hello world.", "How are you? Привет.", "🙂 Fine."]
+        assert {one.seed for one in cut} == {3}
+
+    def test_of_ids_is_one_piece(self) -> None:
+        asked = StageInput(prompt=HELLO)
+        assert TalkerInput(TALKER).split(asked) == [asked]
+
+    @pytest.mark.parametrize("text", ["word " * 20_001, "Hello. " + "x" * 500])
+    def test_beyond_reason_is_refused_before_anything_is_spoken(self, text: str) -> None:
+        with pytest.raises(InvalidRequest, match=r"characters"):
+            TalkerInput(TALKER).split(StageInput(prompt=text))
+
+
 class TestInput:
     async def test_can_load_before_the_first_text(self) -> None:
         await TalkerInput(TALKER).start()
