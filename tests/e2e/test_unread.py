@@ -19,13 +19,13 @@ from tests.e2e.conftest import HOP, PROMPT, ar_of, generate, ids_of, read
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
 SECOND = 24_000 // HOP  # frames
-MAX_UNREAD = 60 / SECOND
+MAX_UNREAD = 50 / SECOND
 LARGEST_CHUNK = 32 / SECOND
 
 
 @contextmanager
 def little_unread(pipeline: Pipeline) -> Iterator[None]:
-    """Have the decoder stage hold a request that has 60 frames unread."""
+    """Have the decoder stage hold a request that has 50 frames unread."""
     (branch,) = pipeline._branches
     decoder: Any = branch.decoder
     before = decoder._config
@@ -79,11 +79,11 @@ async def check_held_and_whole(pipeline: Pipeline, streams: list[Stream], tokens
 
 async def test_32_unread_streams_hold_little_and_lose_nothing(pipeline: Pipeline) -> None:
     with little_unread(pipeline):
-        streams = await hold(pipeline, 200)
+        streams = await hold(pipeline, 120)
         # Who reads is served meanwhile.
         ids, _ = await read(pipeline.submit(PROMPT, sampling={"max_tokens": 9}))
         assert ids
-        await check_held_and_whole(pipeline, streams, 200)
+        await check_held_and_whole(pipeline, streams, 120)
 
 
 @pytest.mark.slow
