@@ -182,7 +182,6 @@ def test_a_good_stream_leaves_no_warning(
     asynchronous: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger="omnistage")
-    logging.getLogger("omnistage").addHandler(caplog.handler)
     run = harness(
         asynchronous,
         channels={CHANNEL: CodecFrames(first_id=50, codebook_size=10)},
