@@ -22,6 +22,7 @@ from omnistage.wire import Update
 from tests.stages.factories import END, FRAMES, Decoder, Feed, Sink, audio, running
 
 SLOTS = 8
+MEMORY = 1100  # how much of what is over a stage may remember at most, whatever it is for
 
 
 class Slot:
@@ -107,7 +108,8 @@ def held(stage: DecoderStage) -> int:
 
 async def many(stage: DecoderStage, endings: list[Any]) -> None:
     """Run as many streams as there are places; the errors, and what they hold, are forgotten."""
-    feeds = [Feed(stage, f"r{i}") for i in range(SLOTS)]
+    names = count(stage.late_updates)  # which grows with each of them, so that none comes twice
+    feeds = [Feed(stage, f"r{next(names)}") for _ in range(SLOTS)]
     await asyncio.gather(*(end(stage, f) for end, f in zip(endings, feeds, strict=True)))
     for feed in feeds:
         await stage.release(feed.request_id)
@@ -131,7 +133,7 @@ async def test_a_streams_place_in_the_decoder_is_free_when_it(ending: Any) -> No
         for _ in range(3):
             await many(stage, [ending] * SLOTS)
             await all_free(decoder)
-        assert held(stage) == 0
+        assert held(stage) <= 3 * SLOTS
 
 
 async def test_2000_streams_that_end_in_any_way_leave_nothing() -> None:
@@ -141,7 +143,9 @@ async def test_2000_streams_that_end_in_any_way_leave_nothing() -> None:
         for _ in range(250):
             await many(stage, seeded.choices(ENDINGS, k=SLOTS))
             await all_free(decoder)
-        assert held(stage) == 0
+        assert stage.late_updates == 2000
+        assert held(stage) <= MEMORY
+        assert not len(stage)
 
 
 class Plain(Decoder):
