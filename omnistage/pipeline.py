@@ -88,6 +88,7 @@ class Pipeline:
         self._branches: list[Branch] = []
         self._started: asyncio.Future[None] | None = None
         self._stop = asyncio.Event()
+        self._failure: Exception | None = None
         self._host: asyncio.Task[None] | None = None
 
     @classmethod
@@ -257,10 +258,8 @@ class Pipeline:
         )
 
     def _stages(self) -> tuple[AutoregressiveStage, Sequence[Branch]]:
-        if self._host is not None and self._host.done() and not self._host.cancelled():
-            error = self._host.exception()
-            if error is not None:
-                raise StageClosed(f"the pipeline failed: {error}") from error
+        if self._failure is not None:
+            raise StageClosed(self._why()) from self._failure
         if self._ar is None or self._stop.is_set():
             raise StageClosed("the pipeline is not running; use it as `async with`")
         if self._host is not None and self._host.get_loop() is not asyncio.get_running_loop():
@@ -285,6 +284,9 @@ class Pipeline:
                     )
                 self._ar, self._branches = ar, branches
                 await self._serve([ar, *(stage for b in branches for stage in b.stages)])
+            except Exception as error:
+                self._failure = error
+                raise
             finally:
                 self._stop.set()
                 await self._end_requests()
@@ -307,10 +309,15 @@ class Pipeline:
                 task.cancel()
             await asyncio.gather(*serving, stopping, return_exceptions=True)
 
+    def _why(self) -> str:
+        if self._failure is None:
+            return "the pipeline is closing"
+        return f"the pipeline failed: {type(self._failure).__name__}: {self._failure}"
+
     async def _end_requests(self) -> None:
         running = list(self._running.values())
         for request in running:
-            request.fail(StageClosed("the pipeline is closing", request_id=request.request_id))
+            request.fail(StageClosed(self._why(), request_id=request.request_id))
         # What an abort raises is logged there; the stages are closed in any case.
         await asyncio.gather(*(request.abort() for request in running), return_exceptions=True)
 

@@ -256,6 +256,10 @@ class ARStage:
                 priority=request.input.priority,
                 trace_headers=request.input.trace_headers,
             )
+        except EngineDead:
+            # Perhaps known here first: a worker died, and its engine core is still ending.
+            self._on_death()
+            raise
         except asyncio.CancelledError:
             # vLLM's generate() aborts by itself only once the request was added.
             await engine.abort(request.request_id)
@@ -297,6 +301,8 @@ class ARStage:
         self._watched.clear()
 
     def _on_death(self) -> None:
+        if self._dead.is_set():
+            return
         self._unwatch()
         log.error("stage %s: an engine process ended", self.name)
         self._close(self._death())

@@ -56,6 +56,7 @@ class ARRequest:
         self._stage = stage
         self._on_done = on_done
         self._error: OmniStageError | None = None
+        self._abort_failure: ServerError | None = None
         self._cancelled = False
         self._releasing: asyncio.Future[None] | None = None
         self._task = asyncio.get_running_loop().create_task(
@@ -68,9 +69,12 @@ class ARRequest:
 
         Raises:
             DeadlineExceeded: They have not in time.
+            ServerError: The abort itself failed.
         """
         self._cancel()
         await asyncio.wait([self._task])
+        if self._abort_failure is not None:
+            raise self._abort_failure
         if self._cancelled:
             self._releasing = self._releasing or asyncio.ensure_future(
                 self._stage.release(self.request_id)
@@ -91,18 +95,27 @@ class ARRequest:
 
     def _finished(self, task: asyncio.Task[Usage]) -> None:
         self._stage.forget(self.request_id)
+        error = None if task.cancelled() else task.exception()
+        if self._cancelled and error is not None and not isinstance(error, OmniStageError):
+            log.error("request %s: aborting failed", self.request_id, exc_info=error)
+            self._abort_failure = ServerError(
+                f"aborting failed: {type(error).__name__}: {error}",
+                request_id=self.request_id,
+                stage=self._stage.name,
+            )
+            self._abort_failure.__cause__ = error
         if self._error is not None:
             outcome: Usage | OmniStageError = self._error
-            if not task.cancelled():
-                task.exception()  # retrieved: ours is reported instead
         elif task.cancelled():
             outcome = StreamClosed("the request was aborted", request_id=self.request_id)
-        elif (error := task.exception()) is None:
+        elif error is None:
             outcome = task.result()
         elif isinstance(error, OmniStageError):
             error.request_id = error.request_id or self.request_id
             error.stage = error.stage or self._stage.name
             outcome = error
+        elif self._abort_failure is not None:
+            outcome = self._abort_failure
         else:
             log.error("request %s failed", self.request_id, exc_info=error)
             outcome = ServerError(f"{type(error).__name__}: {error}", request_id=self.request_id)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DECODE_SECONDS: Final = 30.0
+_REMEMBERED: Final = 1024  # requests that are over; what is late comes within milliseconds
 
 
 class DecoderStage:
@@ -70,6 +71,7 @@ class DecoderStage:
         self._endpoints = endpoints
         self._limiter = CapacityLimiter(1)
         self._open: dict[str, Decoding] = {}
+        self._gone: dict[str, int] = {}  # generations of the latest that are over
         self._due: dict[str, Decoding] = {}  # those worth a look, in the order they became so
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
@@ -202,14 +204,15 @@ class DecoderStage:
     def on_update(self, update: Update, buffers: Sequence[Buffer], stamp: int) -> None:
         """Take one request's update from the subscriber."""
         request = self._open.get(update.request_id)
-        if request is None:
+        if request is None or self._is_of_a_former_life(request, update):
             # Aborted, failed or another subscriber's: the AR stage learns that by its own way.
             self.late_updates += 1
             return
         try:
             self._take(request, update)
         except OmniStageError as error:
-            self._fail(request, error)
+            # Without its traceback, which would keep the request's state as long as it is kept.
+            self._fail(request, error.with_traceback(None))
 
     def on_lost(self, error: UpdatesLost) -> None:
         """Fail every open request: whose updates were lost cannot be known."""
@@ -223,9 +226,15 @@ class DecoderStage:
         windowed.decode_clip(np.zeros((frames, decoder.codebooks), np.int64))
         self._decoder, self._windowed = decoder, windowed
 
+    def _is_of_a_former_life(self, request: Decoding, update: Update) -> bool:
+        if request.generation is None:
+            return update.start is None and self._gone.get(request.request_id) == update.generation
+        return update.generation != request.generation
+
     def _take(self, request: Decoding, update: Update) -> None:
         if update.start is not None:
             self._begin(request, update.start)
+            request.generation = update.generation
         if request.stream is None or self._decoder is None:
             raise ProtocolError("data came before the request's start record")
         if update.position != request.position:
@@ -289,7 +298,7 @@ class DecoderStage:
         )
         # Shielded: the thread goes on whether or not we wait, and aclose() waits for it.
         results = await asyncio.shield(self._batch)
-        self._batch = None
+        self._batch, self._in_hands = None, set()
         for request, result in zip(batch, results, strict=True):
             request.busy = False
             if request.dropped:
@@ -353,6 +362,10 @@ class DecoderStage:
     def _forget(self, request: Decoding) -> None:
         request.dropped = True
         request.watch.close()
+        if request.generation is not None:
+            self._gone[request.request_id] = request.generation
+            if len(self._gone) > _REMEMBERED:
+                del self._gone[next(iter(self._gone))]
         self._open.pop(request.request_id, None)
         self._due.pop(request.request_id, None)
         self._check_idle()

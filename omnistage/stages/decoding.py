@@ -23,6 +23,7 @@ class Decoding:
         self.stream: WindowedStream | None = None  # until the start record is here
         self.chunks = ChunkPolicy()
         self.chunk_index = 0
+        self.generation: int | None = None  # until the start record is here
         self.position = 0
         self.wanted = 0  # frames until the next chunk can be decoded
         self.terminal: Terminal | None = None

@@ -144,3 +144,21 @@ async def test_what_fails_a_request_aborts_it_in_vllm(site: Site) -> None:
     await running.abort()
     assert site.engine.aborted == ["r-1"]
     assert [str(outcome) for outcome in site.outcomes] == ["the decoder failed"]
+
+
+@pytest.mark.parametrize("failed_first", [False, True])
+async def test_an_abort_that_vllm_refuses_is_logged_and_raised(
+    site: Site, caplog: pytest.LogCaptureFixture, failed_first: bool
+) -> None:
+    running = await site.submit()
+
+    async def abort(request_id: str) -> None:
+        raise RuntimeError("cannot send")
+
+    site.engine.abort = abort  # type: ignore[method-assign]
+    if failed_first:
+        running.fail(ServerError("the decoder failed"))
+    with pytest.raises(OmniStageError, match="cannot send"):
+        await running.abort()
+    assert any("r-1" in r.message for r in caplog.records if r.levelno == logging.ERROR)
+    assert len(site.outcomes) == 1

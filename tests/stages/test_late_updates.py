@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from omnistage.errors import ProtocolError
-from omnistage.request import Start
+from omnistage.request import FinishReason, Start, Terminal
 from omnistage.wire import Update
 from tests.stages.factories import END, FRAMES, Feed, audio, running
 
@@ -50,3 +50,31 @@ async def test_late_updates_bring_nothing_back(ended: str) -> None:
         again.send(*FRAMES, terminal=END)
         assert await again.end() is END
         assert again.sink.pcm == audio(FRAMES)
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        Update("r", generation=1, ids=(1, 2), position=8),
+        Update("r", generation=1, position=8, terminal=Terminal(FinishReason.ABORT, 4)),
+    ],
+    ids=["ids", "terminal"],
+)
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_id_opened_again_gets_nothing_of_its_former_generation(
+    late: Update, begun: bool
+) -> None:
+    async with running() as stage:
+        Feed(stage, "r")
+        stage.on_update(Update("r", generation=1, start=Start(), ids=(1, 2) * 4), (), 0)
+        stage.drop("r")
+        again = Feed(stage, "r")
+        if begun:
+            stage.on_update(Update("r", generation=2, start=Start()), (), 0)
+        stage.on_update(late, (), 0)
+        ids = tuple(i for f in FRAMES for i in f)
+        start = None if begun else Start()
+        stage.on_update(Update("r", generation=2, start=start, ids=ids, terminal=END), (), 0)
+        assert await again.end() is END
+        assert again.sink.pcm == audio(FRAMES)
+        assert stage.late_updates == 1

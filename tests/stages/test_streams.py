@@ -101,9 +101,10 @@ ENDINGS = [
 
 
 def held(stage: DecoderStage) -> int:
-    """Entries of whatever in a stage can grow, beyond the names of the last batch."""
+    """Entries of whatever in a stage can grow without a bound of its own."""
+    assert len(stage._gone) <= 1024
     kept = (value for value in vars(stage).values() if isinstance(value, dict | set | list))
-    return sum(map(len, kept)) - len(stage._in_hands)
+    return sum(map(len, kept)) - len(stage._gone)
 
 
 async def many(stage: DecoderStage, endings: list[Any]) -> None:
