@@ -33,7 +33,7 @@ def test_nothing_to_play_has_no_slack() -> None:
     assert Timeline().first_id is None
 
 
-async def test_every_step_and_chunk_of_a_request_is_recorded(tmp_path: Path) -> None:
+async def test_every_step_and_chunk_of_a_request_is_recorded() -> None:
     timeline = Timeline(label="one")
     decoder = DecoderStageConfig(build=FakeDecoder)
     script = Script(ids=range(60), ids_per_step=3, first_after=0.05, step_after=0.005)
@@ -50,9 +50,14 @@ async def test_every_step_and_chunk_of_a_request_is_recorded(tmp_path: Path) -> 
     assert timeline.first_id is not None
     assert 0.05 <= timeline.first_id < timeline.chunks[0][0]
     assert sum(seconds for _, seconds in timeline.chunks) == pytest.approx(240 / 24_000)
-    for name in ("one.png", "two.svg"):
-        draw([timeline, Timeline(label="nothing")], tmp_path / name, "A title")
-        assert (tmp_path / name).stat().st_size > 5000
+
+
+@pytest.mark.parametrize("name", ["one.png", "two.svg"])
+def test_timelines_are_drawn_one_below_the_other(tmp_path: Path, name: str) -> None:
+    steps = [(0.05 + k / 100, 1) for k in range(40)]
+    timeline = Timeline(steps, [(0.1, 0.1), (0.2, 0.3), (0.6, 0.4)], label="one")
+    draw([timeline, Timeline(label="nothing")], tmp_path / name, "A title")
+    assert (tmp_path / name).stat().st_size > 5000
 
 
 def test_a_chunk_is_heard_when_it_comes() -> None:
