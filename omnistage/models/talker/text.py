@@ -41,6 +41,24 @@ _LONG_NUMBER = re.compile(r"\d{16,}")
 _WORDLIKE = re.compile(r"[^\W\d_]+|\d+")
 
 
+_EMAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
+_WEB = re.compile(
+    r"(?<![\w@.])(?:(https?)://)?((?:[\w-]+\.)+(?:com|org|net|edu|gov|info|io|ai|dev|app|tv|uk|us|eu"
+    r"|ca|au|de|fr|it|es|nl|ch|at|in|jp|cn|br))\b(?!\.?\w)((?:/[\w~%+-]*(?:\.[\w~%+-]+)*)*)",
+    re.IGNORECASE,
+)
+_IN_ADDRESSES = {
+    "@": " at ",
+    ".": " dot ",
+    "/": " slash ",
+    "-": " dash ",
+    "_": " underscore ",
+    "+": " plus ",
+}
+_TIGHT_PAUSE = re.compile(r"(?<=[^\W\d])[;](?=[^\W\d])")
+_SHOUTED = re.compile(r"\b[^\W\d_][A-Z]{3,}\b")
+
+
 class TextStep:
     """Turns text into the ids of a prompt: ``<bos>``, each word's index and phones, ``<audio>``.
 
@@ -216,8 +234,30 @@ def _speakable(text: str) -> tuple[str, str]:
                 skipped += character
     # hibari takes "[a](b)" for a pronunciation or a link and would leave b out.
     plain = "".join(kept).replace("](", "] (")
+    plain = _EMAIL.sub(lambda match: _dotted(match.group()), plain)
+    plain = _WEB.sub(_web, plain)
+    plain = _TIGHT_PAUSE.sub("; ", plain)
+    plain = _SHOUTED.sub(lambda match: _lowered(match.group()), plain)
     plain = _LONG_NUMBER.sub(lambda match: " ".join(match.group()), plain)
     return _LONG_RUN.sub(r"\1 ", plain), skipped
+
+
+def _web(match: re.Match[str]) -> str:
+    scheme, host, path = match.groups()
+    spelled = " ".join(scheme.upper()) + ", " if scheme else ""
+    if host.lower().startswith("www."):
+        spelled, host = f"{spelled}W W W dot ", host[4:]
+    return spelled + _dotted(host) + _dotted(path.rstrip("/"))
+
+
+def _dotted(address: str) -> str:
+    """An address as it is read aloud."""
+    return "".join(_IN_ADDRESSES.get(character, character) for character in address)
+
+
+def _lowered(word: str) -> str:
+    """A word typed with the shift key held or locked by mistake: hELLO; others as they are."""
+    return word.lower() if word[0].islower() else word
 
 
 def _is_read(character: str) -> bool:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from omnistage.errors import ConfigError, InvalidRequest
 from omnistage.models.talker.layout import read_layout
 from omnistage.models.talker.text import TextStep
+from tests.models.talker.readings import READINGS, UNKNOWN
 
 LAYOUT = read_layout()
 STEP = TextStep(LAYOUT)
@@ -82,6 +83,30 @@ def test_the_ids_of_a_prompt() -> None:
 )
 def test_what_sounds_alike_gives_one_prompt(text: str, same: str) -> None:
     assert STEP.prompt_ids(text) == STEP.prompt_ids(same)
+
+
+def sounds(text: str) -> str:
+    """What is heard: the phones without their stress, and the pauses."""
+    names = (LAYOUT.phones[t - LAYOUT.first_phone] for t in STEP.prompt_ids(text) if t >= 68)
+    return " ".join(name.strip("ˈˌ") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("text", "spelled"), [pair for pairs in READINGS.values() for pair in pairs]
+)
+def test_it_is_read_as_a_reader_would(text: str, spelled: str) -> None:
+    assert sounds(text) == sounds(spelled)
+
+
+def test_there_are_enough_readings_of_every_kind() -> None:
+    assert len(READINGS) >= 14
+    assert all(len(pairs) >= 3 for pairs in READINGS.values())
+    assert sum(map(len, READINGS.values())) + len(UNKNOWN) >= 150
+
+
+@pytest.mark.parametrize("word", UNKNOWN)
+def test_a_word_that_no_lexicon_has_is_one_word_all_the_same(word: str) -> None:
+    assert spoken(f"I said {word} once.").count("|") == 4
 
 
 class TestUnknownWords:
