@@ -6,6 +6,7 @@ An :class:`Endpoints` owns one ZeroMQ context and one directory; closing it remo
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shutil
 import tempfile
@@ -28,7 +29,8 @@ IPC: Final = "ipc"
 HIGH_WATER_MARK: Final = 1000
 LINGER_MS: Final = 1000
 
-_MAX_IPC_PATH: Final = 100  # sun_path holds 108 bytes, its terminator included
+_MAX_IPC_PATH: Final = 107  # sun_path holds 108 bytes, its terminator included
+_LONGEST_NAME: Final = 37  # vLLM's own sockets are there too: a slash and a UUID
 
 
 class Endpoints:
@@ -45,7 +47,7 @@ class Endpoints:
 
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="omni-", dir=directory))
-        if len(str(self.directory)) + 14 > _MAX_IPC_PATH:
+        if len(os.fsencode(self.directory)) + _LONGEST_NAME > _MAX_IPC_PATH:
             shutil.rmtree(self.directory, ignore_errors=True)
             raise ConfigError(
                 f"{self.directory} is too long for a socket path; set TMPDIR to a short directory"
