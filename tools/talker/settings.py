@@ -57,7 +57,7 @@ class Settings:
     talker_tokens: int = 28_000_000
     batch_tokens: int = 12_000
     talker_rate: float = 2e-3
-    report: float = 60.0
+    report: float = 180.0
 
 
 TINY = Settings(

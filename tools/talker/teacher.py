@@ -5,11 +5,13 @@ Shards of a few hundred utterances, each written whole by a process of its own.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import logging
 import multiprocessing
 import os
+import signal
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ FRAMES_AFTER = 2
 _ROWS = 2  # of a frame
 _MOST_WORDS = 24  # a text whose numbers read longer than this is left out
 _DURATIONS = "/Clip_output_0"
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +83,7 @@ class Teacher:
                 providers=["CPUExecutionProvider"],
             )
         except Exception as error:
-            raise StageError(
-                f"hibari-tts is not 0.2.1, whose network this knows: {error}"
-            ) from error
+            raise StageError(f"this knows the network of hibari-tts 0.2.1: {error}") from error
         self._characters = json.loads((assets / "vocab.json").read_text())
         self._layout = read_layout()
         self._text = TextStep(self._layout)
@@ -137,7 +138,9 @@ def speak(run: Run) -> None:
     began, frames = time.monotonic(), 0
     # Forking would copy the threads' locks of the libraries that are loaded here.
     with ProcessPoolExecutor(
-        min(os.cpu_count() or 1, len(jobs)), multiprocessing.get_context("spawn")
+        min(os.cpu_count() or 1, len(jobs)),
+        multiprocessing.get_context("spawn"),
+        _die_with_the_parent,
     ) as pool:
         spoken = [pool.submit(_shard, path, part) for path, part in jobs]
         for done, future in enumerate(as_completed(spoken), 1):
@@ -182,6 +185,11 @@ def _shard(path: Path, texts: list[str]) -> int:
             pitch=np.concatenate([utterance.pitch for utterance in said]),
         )
     return sum(int(utterance.frames.sum()) for utterance in said)
+
+
+def _die_with_the_parent() -> None:
+    """A worker that outlived a killed stage would wait for work for ever."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 _loaded: list[Teacher] = []
