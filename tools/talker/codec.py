@@ -14,6 +14,8 @@ from tools.talker.settings import SEED
 from tools.talker.speech import QUIET, Speech, shards
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
     from tools.talker.settings import Run
@@ -23,8 +25,7 @@ _BATCH = 16
 _CODEC_FRAMES, _DECODER_FRAMES = 72, 96
 _CODEC_LEAD, _DECODER_LEAD = 4, 10
 _CODEC_HIDDEN, _DECODER_HIDDEN = 0.25, 0.05
-_MEASURES = 4  # batches of a measure
-_FIRST_MEASURE = 10**9  # their steps, beyond those of any training
+_MEASURES = range(10**9, 10**9 + 4)  # as steps, so that no training has the same windows
 
 
 def train_codec(run: Run) -> None:
@@ -36,7 +37,7 @@ def train_codec(run: Run) -> None:
     torch.manual_seed(SEED)
     device = training.device()
     codec = Codec().to(device)
-    speech = Speech(shards(run)[: run.settings.codec_shards], device)
+    speech = Speech(shards(run, run.settings.codec_shards), device)
     sample = slice(0, len(speech.pitch), 37)
     codec.st.fit(speech.bands[sample].float().clamp(min=QUIET), speech.pitch[sample].float())
     some, rest = _split(run, speech)
@@ -52,10 +53,6 @@ def train_codec(run: Run) -> None:
             out = codec.dec(points, windows.phones, windows.inside)
         return error(out.float(), features, windows)
 
-    def measure() -> str:
-        kept = torch.stack([loss(_FIRST_MEASURE + index, some, 0.0) for index in range(_MEASURES)])
-        return f"kept back {kept.mean().item():.4f}"
-
     training.train(
         run,
         training.Training(
@@ -66,7 +63,7 @@ def train_codec(run: Run) -> None:
             ),
             steps=run.settings.codec_steps,
             loss=loss,
-            measure=measure,
+            measure=lambda: _mean(loss(step, some, 0.0) for step in _MEASURES),
             warm_up=100,
             hold=0.3,
             floor=0.02,
@@ -83,7 +80,7 @@ def train_decoder(run: Run) -> None:
     torch.manual_seed(SEED)
     device = training.device()
     codec, points = load_codec(run).to(device).train(), lattice().to(device)
-    speech = Speech(shards(run)[: run.settings.codec_shards], device, tokens.read_codes(run))
+    speech = Speech(shards(run, run.settings.codec_shards), device, tokens.read_codes(run))
     some, rest = _split(run, speech)
 
     def loss(step: int, among: slice = rest, hidden: float = _DECODER_HIDDEN) -> Tensor:
@@ -100,10 +97,6 @@ def train_decoder(run: Run) -> None:
             out = codec.dec(points[windows.codes], windows.phones, windows.inside)
         return error(out.float(), features, windows)
 
-    def measure() -> str:
-        kept = torch.stack([loss(_FIRST_MEASURE + index, some, 0.0) for index in range(_MEASURES)])
-        return f"kept back {kept.mean().item():.4f}"
-
     training.train(
         run,
         training.Training(
@@ -116,7 +109,7 @@ def train_decoder(run: Run) -> None:
             ),
             steps=run.settings.decoder_steps,
             loss=loss,
-            measure=measure,
+            measure=lambda: _mean(loss(step, some, 0.0) for step in _MEASURES),
             warm_up=50,
             hold=0.4,
             floor=0.03,
@@ -149,6 +142,10 @@ def error(out: Tensor, features: Tensor, windows: Windows) -> Tensor:
         + mean(pitch.abs() * voiced)
         + 0.5 * mean(is_voiced)
     )
+
+
+def _mean(losses: Iterable[Tensor]) -> str:
+    return f"kept back {torch.stack(list(losses)).mean().item():.4f}"
 
 
 def _of_rows(frames: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Settings:
     codec_shards: int = 100
     codec_steps: int = 2_500
     decoder_steps: int = 10_000
-    talker_tokens: int = 28_000_000
+    talker_tokens: int = 18_000_000
     batch_tokens: int = 12_000
     talker_rate: float = 2e-3
     report: float = 180.0

@@ -69,7 +69,6 @@ def train(run: Run) -> None:
     """
     torch.manual_seed(SEED)
     device, layout = training.device(), read_layout()
-    rate = run.settings.talker_rate
     model = Qwen3(shape()).to(device)
     if run.begin:
         model.load_state_dict(load_file(run.begin / "model.safetensors"))
@@ -95,25 +94,12 @@ def train(run: Run) -> None:
             said.append(f"{name} {_errors(map(predict, batches), layout)}")
         return "; ".join(said)
 
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, weight in model.named_parameters():
-        (matrices if weight.dim() == 2 and "embed" not in name else others).append(weight)
     training.train(
         run,
         training.Training(
             name="talker",
             module=model,
-            optimizers=(
-                torch.optim.Muon(
-                    matrices,
-                    rate,
-                    weight_decay=0.05,
-                    momentum=0.95,
-                    adjust_lr_fn="match_rms_adamw",
-                ),
-                torch.optim.AdamW(others, 2 * rate, betas=(0.9, 0.97), weight_decay=0.0),
-            ),
+            optimizers=_optimizers(model, run.settings.talker_rate),
             steps=len(steps),
             loss=loss,
             measure=measure,
@@ -133,6 +119,19 @@ def load(run: Run) -> Qwen3:
     model = Qwen3(shape())
     model.load_state_dict(training.finished(run, "talker", len(_steps(run, tokens.read(run)))))
     return model.eval()
+
+
+def _optimizers(model: Qwen3, rate: float) -> tuple[torch.optim.Optimizer, ...]:
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, weight in model.named_parameters():
+        (matrices if weight.dim() == 2 and "embed" not in name else others).append(weight)
+    return (
+        torch.optim.Muon(
+            matrices, rate, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(others, 2 * rate, betas=(0.9, 0.97), weight_decay=0.0),
+    )
 
 
 def _kept_back(run: Run, sequences: list[tokens.Sequence]) -> int:

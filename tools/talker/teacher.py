@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import json
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -128,9 +129,9 @@ def speak(run: Run) -> None:
         raise StageError("there is no corpus yet: run the stage `corpus` first")
     texts, size = run.corpus.read_text().splitlines(), run.settings.shard
     jobs = [
-        (path, texts[start : start + size])
-        for start in range(0, len(texts), size)
-        if not (path := run.shards / f"{start // size:04d}.npz").exists()
+        (path, texts[index * size : (index + 1) * size])
+        for index, path in enumerate(shards(run, len(texts)))
+        if not path.exists()
     ]
     if not jobs:
         return run.log("teacher", f"all shards are in {run.shards} already")
@@ -148,6 +149,12 @@ def speak(run: Run) -> None:
             if done % 10 == 0 or done == len(jobs):
                 hours, elapsed = frames / 40 / 3600, time.monotonic() - began
                 run.log("teacher", f"{done}/{len(jobs)} shards, {hours:.2f} h, {elapsed:.0f} s")
+
+
+def shards(run: Run, texts: int) -> list[Path]:
+    """Where the speech of so many texts is or will be."""
+    count = math.ceil(texts / run.settings.shard)
+    return [run.shards / f"{index:04d}.npz" for index in range(count)]
 
 
 def read(path: Path) -> Iterator[Utterance]:

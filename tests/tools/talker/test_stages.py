@@ -81,6 +81,12 @@ def test_the_teacher_speaks_only_the_shards_that_are_missing(copy: Run) -> None:
     assert first.stat().st_mtime_ns == kept
 
 
+def test_the_codec_waits_for_all_the_speech_that_it_wants(copy: Run) -> None:
+    sorted(copy.shards.glob("*.npz"))[-1].unlink()
+    with pytest.raises(StageError, match="the teacher has not said everything yet"):
+        codec.train_codec(copy)
+
+
 def test_a_text_that_cannot_be_said_is_left_out() -> None:
     assert teacher.Teacher().speak("...") is None
     assert teacher.Teacher().speak("one two three four five " * 5) is None
