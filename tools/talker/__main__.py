@@ -60,6 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
             module, function = STAGES[stage]
             # Only the stage's own libraries: the corpus needs no torch.
             getattr(importlib.import_module(f"tools.talker.{module}"), function)(run)
+    except ModuleNotFoundError as error:
+        missing = f"{error.name} is missing: .venv/bin/pip install -e '.[talker]' brings it"
+        print(f"talker: {missing}", file=sys.stderr)
+        return 1
     except StageError as error:
         print(f"talker: {error}", file=sys.stderr)
         return 1

@@ -65,15 +65,12 @@ class Teacher:
     """hibari's network, with the durations that it keeps to itself.
 
     Raises:
-        StageError: hibari is missing, or another one than this was written for.
+        StageError: hibari is another one than this was written for.
     """
 
     def __init__(self) -> None:
-        try:
-            runtime: Any = importlib.import_module("onnxruntime")
-            assets = Path(str(importlib.import_module("hibari").__file__)).parent / "assets"
-        except ImportError as error:
-            raise StageError(f"{error.name} is missing: install omnistage[talker]") from error
+        runtime: Any = importlib.import_module("onnxruntime")
+        assets = Path(str(importlib.import_module("hibari").__file__)).parent / "assets"
         options = runtime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
@@ -123,7 +120,7 @@ def speak(run: Run) -> None:
     """Speak what no shard has yet.
 
     Raises:
-        StageError: There is no corpus, or no hibari.
+        StageError: There is no corpus, or another hibari than this was written for.
     """
     if not run.corpus.exists():
         raise StageError("there is no corpus yet: run the stage `corpus` first")

@@ -153,6 +153,21 @@ def test_a_stage_out_of_turn_says_which_comes_first(
     assert f"run the stage `{first}` first" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("stage", "missing"), [("codec", "torch"), ("teacher", "hibari")])
+def test_a_missing_library_is_named_with_what_brings_it(
+    stage: str, missing: str, tmp_path: Path
+) -> None:
+    (tmp_path / "corpus.txt").write_text("Hello there.\n")
+    program = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "from tools.talker.__main__ import main\n"
+        f"sys.exit(main([{stage!r}, '--tiny', '--folder', {str(tmp_path)!r}]))"
+    )
+    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 1
+    assert f"{missing} is missing: .venv/bin/pip install -e '.[talker]' brings it" in said.stderr
+
+
 def test_an_unknown_network_of_the_teachers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teacher, "_DURATIONS", "no_such_tensor")
     with pytest.raises(StageError, match=r"hibari-tts 0\.2\.1"):
