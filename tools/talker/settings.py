@@ -39,6 +39,8 @@ class Settings:
         decoder_steps: Training steps of the decoder alone.
         talker_tokens: Tokens that the language model sees, repetitions counted.
         batch_tokens: Tokens of one of its steps.
+        short_repeats: How often the language model sees a short utterance while it sees a long one
+            once; they are a quarter of the utterances and a tenth of the ids.
         talker_rate: Its highest learning rate for matrices; twice that for the rest.
         report: Seconds between two lines of a training log, each with a checkpoint.
     """
@@ -56,6 +58,7 @@ class Settings:
     decoder_steps: int = 10_000
     talker_tokens: int = 18_000_000
     batch_tokens: int = 12_000
+    short_repeats: int = 3
     talker_rate: float = 2e-3
     report: float = 180.0
 

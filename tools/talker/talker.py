@@ -140,13 +140,15 @@ def _kept_back(run: Run, sequences: list[tokens.Sequence]) -> int:
 
 def _steps(run: Run, sequences: list[tokens.Sequence]) -> list[list[int]]:
     """Every step's utterances, none of those that are kept back."""
-    lengths = [len(one.ids) for one in sequences]
+    layout, settings = read_layout(), run.settings
     learned = [
-        at for at in range(_kept_back(run, sequences), len(lengths)) if lengths[at] <= _LONGEST
+        at
+        for at in range(_kept_back(run, sequences), len(sequences))
+        if len(sequences[at].ids) <= _LONGEST
+        for _ in range(settings.short_repeats if _is_short(sequences[at], layout) else 1)
     ]
-    planned = plan(
-        [lengths[at] for at in learned], run.settings.talker_tokens, run.settings.batch_tokens
-    )
+    lengths = [len(sequences[at].ids) for at in learned]
+    planned = plan(lengths, settings.talker_tokens, settings.batch_tokens)
     return [[learned[index] for index in step] for step in planned]
 
 
@@ -161,14 +163,17 @@ def _batch(batch: list[tokens.Sequence]) -> tuple[Tensor, Tensor]:
     return ids, asked
 
 
+def _is_short(one: tokens.Sequence, layout: Layout) -> bool:
+    return int((one.ids[1 : one.prompt - 1] < layout.first_phone).sum()) <= _SHORT
+
+
 def _by_length(
     sequences: list[tokens.Sequence], layout: Layout
 ) -> dict[str, list[tokens.Sequence]]:
     """Those of up to four words, and the others."""
     parts: dict[str, list[tokens.Sequence]] = {}
     for one in sequences:
-        words = int((one.ids[1 : one.prompt - 1] < layout.first_phone).sum())
-        parts.setdefault("short" if words <= _SHORT else "long", []).append(one)
+        parts.setdefault("short" if _is_short(one, layout) else "long", []).append(one)
     return dict(sorted(parts.items()))
 
 

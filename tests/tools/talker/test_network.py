@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from safetensors import safe_open
 
 from omnistage.models.talker import decoder as shipped
 from omnistage.models.talker.layout import CHECKPOINT, read_layout
+from tests.tools.talker.runs import SMALLEST
 from tools.talker import network, talker, tokens
 from tools.talker.qwen3 import Qwen3
+from tools.talker.settings import Run
 
 
 def test_the_decoder_in_training_is_the_packages_network() -> None:
@@ -106,3 +109,18 @@ def test_the_plan_takes_every_utterance_once_an_epoch_in_batches_that_fit() -> N
     assert (
         steps[: len(steps) // 2] == talker.plan(lengths, 9 * sum(lengths), 400)[: len(steps) // 2]
     )
+
+
+def test_short_utterances_come_more_often_and_kept_back_ones_never(tmp_path: Path) -> None:
+    layout = read_layout()
+    word, phone = layout.first_word, layout.first_phone + 40
+
+    def say(words: int) -> tokens.Sequence:
+        units = np.asarray([word, phone] * words, np.int16)
+        return tokens.lay_out(layout, units, np.ones_like(units), np.arange(len(units)))
+
+    sequences = [say(words) for words in (2, 6, 2, 9)]  # a quarter is kept back, the first
+    total = sum(len(one.ids) for one in sequences[1:]) + 2 * len(sequences[2].ids)
+    settings = dataclasses.replace(SMALLEST, talker_tokens=total, batch_tokens=1)
+    steps = talker._steps(Run(tmp_path, settings), sequences)
+    assert sorted(steps) == [[1], [2], [2], [2], [3]]
