@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
+import secrets
+import shutil
 import wave
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    import os
+
     from omnistage.request import Pcm, Usage
 
 
@@ -42,6 +45,8 @@ class Speech:
 def save_wav(path: Path, pcm: Pcm, sample_rate: int) -> None:
     """Write mono 16-bit PCM; a file takes its place only when it was written to the end.
 
+    Any number of threads and processes may write into one directory.
+
     Args:
         path: The file, device or pipe to write.
         pcm: Samples, float32, [samples]; those beyond [-1, 1] are clipped.
@@ -60,9 +65,12 @@ def save_wav(path: Path, pcm: Pcm, sample_rate: int) -> None:
     if target.exists() and not target.is_file():
         target.write_bytes(whole.getvalue())  # a device or a pipe, which must not be replaced
         return
-    partial = target.with_name(f".{os.getpid()}.part")
+    partial = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
-        partial.write_bytes(whole.getvalue())
+        with partial.open("xb") as new:
+            new.write(whole.getvalue())
+        if target.exists():
+            shutil.copymode(target, partial)
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
