@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 from omnistage.cli.timeline import Timeline, check_drawable, draw, recording
 from omnistage.errors import (
@@ -73,23 +74,22 @@ class Spoken:
 def run(text: str, output: Path, *, seed: int | None, timeline: Path | None, json: bool) -> int:
     """Speak ``text`` into ``output``, and draw how it went into ``timeline``.
 
+    What cannot be drawn is complained about when the speech is written and reported.
+
     Returns:
         The exit code.
     """
-    if text == "-":
-        text = sys.stdin.read()
     _prepare()
     console = Console(stderr=True)
     stopped: list[int] = []
     try:
+        if text == "-":
+            text = _standard_input()
         _check_input(text, output)
         if timeline is not None:
-            _check_output(timeline)
-            check_drawable(timeline)
+            _check_picture(timeline, output)
         work = _speak(text, output, seed, console, record=timeline is not None)
         spoken, times = asyncio.run(_stoppable(work, stopped))
-        if timeline is not None:
-            draw([times], timeline, " ".join(text.split())[:80])
     except (ConfigError, StartupError, UnsupportedEnvironment) as error:
         return _complain(console, error, STARTUP)
     except ClientError as error:
@@ -101,6 +101,11 @@ def run(text: str, output: Path, *, seed: int | None, timeline: Path | None, jso
         console.print(f"stopped by {signal.Signals(number).name}")
         return 128 + number
     _report(console, spoken, json=json)
+    if timeline is not None:
+        try:
+            draw([times], timeline, " ".join(text.split())[:80])
+        except (OSError, ValueError) as error:
+            return _complain(console, f"{timeline} could not be drawn: {error}", 1)
     return 0
 
 
@@ -146,7 +151,8 @@ async def _speak(
             started = time.monotonic()
             status.update("speaking")
             pieces: list[Pcm] = []
-            async with recording(pipeline, "decoder", timeline) if record else nullcontext():
+            recorder = recording(pipeline, "decoder", timeline) if record else nullcontext()
+            async with recorder as complete:
                 timeline.start()
                 async with pipeline.submit(text, seed=seed) as stream:
                     async for chunk in stream:
@@ -156,6 +162,8 @@ async def _speak(
                         status.update(f"speaking: {seconds:.1f} s of audio")
                 usage = await stream.finished()
                 ended = time.monotonic()
+                if complete is not None:
+                    await complete(usage.output_tokens)
             pcm = np.concatenate([np.zeros(0, np.float32), *pieces])
             save_wav(output, pcm, pipeline.sample_rate)
             audio = len(pcm) / pipeline.sample_rate
@@ -163,7 +171,7 @@ async def _speak(
     took = ended - started
     slack = timeline.least_slack
     return Spoken(
-        output=str(output),
+        output=os.fsencode(output).decode(errors="replace"),  # a name need not be UTF-8, JSON must
         prompt_tokens=usage.prompt_tokens,
         output_tokens=usage.output_tokens,
         finish_reason=str(usage.finish_reason),
@@ -176,11 +184,31 @@ async def _speak(
     ), timeline
 
 
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise ClientError("standard input is closed; give the text as an argument, or pipe it in")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ClientError(f"standard input is no UTF-8: {error.reason}") from error
+
+
 def _check_input(text: str, output: Path) -> None:
     """Fail before the engine starts, not after it has spoken."""
     if not text.strip():
         raise ClientError("the text is empty; give at least one word")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ClientError("the text is no UTF-8; give it in that encoding") from error
     _check_output(output)
+
+
+def _check_picture(timeline: Path, output: Path) -> None:
+    check_drawable(timeline)
+    _check_output(timeline)
+    if timeline.resolve() == output.resolve():
+        raise ClientError(f"{timeline} and {output} are the same file; choose another for one")
 
 
 def _check_output(output: Path) -> None:
@@ -190,8 +218,8 @@ def _check_output(output: Path) -> None:
         raise ClientError(f"{output} cannot be written; choose another output")
 
 
-def _complain(console: Console, error: Exception, code: int) -> int:
-    console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+def _complain(console: Console, error: Exception | str, code: int) -> int:
+    console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
     return code
 
 
@@ -206,5 +234,6 @@ def _report(console: Console, spoken: Spoken, *, json: bool) -> None:
         f"real-time factor {factor} "
         f"(vLLM started in {spoken.start_seconds:.1f} s)",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from omnistage.errors import ClientError
+from omnistage.errors import ClientError, UpdatesLost
 from omnistage.subscription import subscribe
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from omnistage.pipeline import Pipeline
     from omnistage.request import AudioChunk
@@ -83,20 +83,39 @@ class Timeline:
 
 
 @asynccontextmanager
-async def recording(pipeline: Pipeline, decoder: str, timeline: Timeline) -> AsyncIterator[None]:
-    """Record the steps of the one request that runs inside."""
+async def recording(
+    pipeline: Pipeline, decoder: str, timeline: Timeline
+) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
+    """Record the steps of what one submission samples inside, in however many requests.
+
+    Yields:
+        What to await with the number of ids that the submission sampled, to have them all recorded.
+    """
     async with subscribe(pipeline.endpoints, subscriber=decoder) as updates:
+        ended = 0
+        news = asyncio.Event()
 
         async def listen() -> None:
-            async for update in updates:
-                timeline.sampled(update.stamp, len(update.ids))
-                if update.terminal is not None:
-                    return
+            nonlocal ended
+            # To the end of the block: a subscription that nobody reads holds the decoder up too.
+            while True:
+                with suppress(UpdatesLost):  # a gap in the picture; what follows is worth having
+                    update = await anext(updates)
+                    timeline.sampled(update.stamp, len(update.ids))
+                    if update.terminal is not None:
+                        ended += update.terminal.tokens
+                        news.set()
+
+        async def complete(sampled: int) -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_UPDATE_SECONDS):
+                    while ended < sampled:
+                        news.clear()
+                        await news.wait()
 
         listening = asyncio.ensure_future(listen())
         try:
-            yield
-            await asyncio.wait([listening], timeout=_LAST_UPDATE_SECONDS)
+            yield complete
         finally:
             listening.cancel()
             await asyncio.wait([listening])
@@ -123,18 +142,23 @@ def draw(timelines: Sequence[Timeline], path: Path, title: str) -> None:
         timelines: The requests.
         path: An image file; its ending says which format.
         title: Stands above it.
+
+    Raises:
+        OSError: The file cannot be written.
+        ValueError: matplotlib cannot draw it.
     """
     from matplotlib.figure import Figure
 
     lanes = len(timelines)
     figure = Figure(figsize=(10, 2.6 + 0.7 * lanes), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[0.9 + 0.7 * lanes, 1.7])
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(_plain(title), fontsize=11, parse_math=False)
     for lane, timeline in enumerate(timelines):
         _draw_lane(top, timeline, float(lanes - 1 - lane))
         times = [1000 * at for at, _ in timeline.slack()]
         bottom.plot(times, [1000 * s for _, s in timeline.slack()], "o-", color=_SLACK, ms=3, lw=1)
-    top.set_yticks(range(lanes), [timeline.label for timeline in reversed(timelines)])
+    labels = [_plain(timeline.label) for timeline in reversed(timelines)]
+    top.set_yticks(range(lanes), labels, parse_math=False)
     top.set_ylim(-0.6, lanes - 0.1)
     top.axvline(0, color=_TEXT, lw=1)
     top.annotate("text in", (0, 1), xycoords=("data", "axes fraction"), **_note(0))
@@ -175,6 +199,11 @@ def _draw_lane(axes: Any, timeline: Timeline, y: float) -> None:
     if timeline.chunks:
         at = 1000 * timeline.chunks[0][0]
         axes.annotate(f"first audio {at:.0f} ms", (at, y - 0.28), **_note(-9))
+
+
+def _plain(text: str) -> str:
+    """What a font can be asked for: what is no UTF-8 becomes a question mark."""
+    return text.encode(errors="replace").decode()
 
 
 def _note(up: float) -> dict[str, Any]:

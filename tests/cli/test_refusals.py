@@ -47,6 +47,10 @@ def old_vllm(tmp_path: Path) -> Sandbox:
         pytest.param(
             ("speak", "Hi.", "-o", "a.wav", "--timeline", "no/t.png"), "no is no", id="no folder"
         ),
+        pytest.param(
+            ("speak", "Hi.", "-o", "a.png", "--timeline", "./a.png"), "the same file", id="one file"
+        ),
+        pytest.param(("speak", "Hi.", "-o", "no[/x]/a.wav"), "no[/x] is no", id="square brackets"),
         pytest.param(("speak", "Hi.", "-o", "a.wav", "--loud"), "--loud", id="an unknown option"),
         pytest.param(("sing",), "sing", id="an unknown command"),
     ],
@@ -60,6 +64,22 @@ def test_bad_usage_ends_with_2_before_anything_starts(
     assert words in done.stderr
     assert list(sandbox.output.iterdir()) == []
     assert list(sandbox.temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("shell", "words"),
+    [
+        ("printf 'caf\\351' | {} speak - -o a.wav", "is no UTF-8"),
+        ("{} speak - -o a.wav <&-", "standard input is closed"),
+        ("{} speak \"$(printf 'caf\\351')\" -o a.wav", "is no UTF-8"),
+    ],
+)
+def test_a_text_that_cannot_be_read_ends_with_2(sandbox: Sandbox, shell: str, words: str) -> None:
+    done = sandbox.run("bash", "-c", shell.format(COMMAND))
+    assert done.code == 2, done.stderr
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(sandbox.output.iterdir()) == []
 
 
 def test_a_stage_that_cannot_start_ends_with_3_and_a_sentence(old_vllm: Sandbox) -> None:

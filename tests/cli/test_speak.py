@@ -130,3 +130,19 @@ def test_the_timeline_is_a_picture(runs: tuple[Spoken, Spoken]) -> None:
     picture = (runs[0].sandbox.output / "when.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 10_000
+
+
+def test_a_picture_that_cannot_be_drawn_ends_with_1_and_leaves_the_wav(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    sandbox = Sandbox(tmp_path_factory.mktemp("full"))
+    (sandbox.output / "full.png").symlink_to("/dev/full")
+    text = "It costs $5, not $6."
+    options = ("-o", "[red]out.wav", "--timeline", "full.png", "--json")
+    done = sandbox.run(COMMAND, "speak", text, *options)
+    assert done.code == 1
+    assert done.stderr == (
+        "error: full.png could not be drawn: [Errno 28] No space left on device\n"
+    )
+    assert json.loads(done.stdout)["output"] == "[red]out.wav"
+    assert read(sandbox.output / "[red]out.wav")[0] == 24_000

@@ -11,9 +11,10 @@ import pytest
 
 from omnistage.cli.timeline import Timeline, check_drawable, draw, recording
 from omnistage.config import DecoderStageConfig
-from omnistage.errors import ClientError
+from omnistage.errors import ClientError, UpdatesLost
 from omnistage.pipeline import Pipeline
-from omnistage.request import AudioChunk
+from omnistage.request import AudioChunk, StageInput, TokenUpdate
+from omnistage.subscription import Subscription
 from omnistage.testing import FakeDecoder, Script, scripted
 
 
@@ -39,17 +40,59 @@ async def test_every_step_and_chunk_of_a_request_is_recorded() -> None:
     script = Script(ids=range(60), ids_per_step=3, first_after=0.05, step_after=0.005)
     async with (
         Pipeline(ar=scripted(script), decoder=decoder) as pipeline,
-        recording(pipeline, "decoder", timeline),
+        recording(pipeline, "decoder", timeline) as complete,
     ):
         timeline.start()
         async for chunk in pipeline.submit("Hello."):
             timeline.heard(chunk)
+        await complete(60)
     assert [ids for _, ids in timeline.steps] == [3] * 20
     times = [at for at, _ in timeline.steps]
     assert times == sorted(times)
     assert timeline.first_id is not None
     assert 0.05 <= timeline.first_id < timeline.chunks[0][0]
     assert sum(seconds for _, seconds in timeline.chunks) == pytest.approx(240 / 24_000)
+
+
+async def test_a_text_of_several_requests_is_recorded_to_its_end() -> None:
+    timeline = Timeline()
+    pieces = 3 * [StageInput(prompt="Hello.")]
+    script = Script(ids=range(5000), ids_per_step=2)
+    # More updates than a subscription keeps: one that nobody reads would hold the decoder up too.
+    ar = scripted(script, split=lambda _: pieces)
+    async with (
+        Pipeline(ar=ar, decoder=DecoderStageConfig(build=FakeDecoder)) as pipeline,
+        recording(pipeline, "decoder", timeline) as complete,
+    ):
+        usage = await pipeline.submit("Hello.").finished()
+        await complete(usage.output_tokens)
+    assert sum(ids for _, ids in timeline.steps) == usage.output_tokens == 15_000
+
+
+async def test_a_recording_goes_on_behind_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = Timeline()
+    original = Subscription.__anext__
+    lost = iter([True])
+
+    async def once(self: Subscription) -> TokenUpdate:
+        if next(lost, False):
+            raise UpdatesLost("on purpose")
+        return await original(self)
+
+    monkeypatch.setattr(Subscription, "__anext__", once)
+    async with (
+        Pipeline(ar=scripted(Script(ids=range(60))), decoder=None) as pipeline,
+        recording(pipeline, "tokens", timeline) as complete,
+    ):
+        await pipeline.submit("Hello.", subscribers="tokens").finished()
+        await complete(60)
+    assert sum(ids for _, ids in timeline.steps) == 60
+
+
+@pytest.mark.parametrize("title", ["It costs $5, not $6 {", "a $\\frac$ b", "caf\udce9"])
+def test_any_text_can_stand_above_a_timeline(tmp_path: Path, title: str) -> None:
+    draw([Timeline(label=title)], tmp_path / "t.png", title)
+    assert (tmp_path / "t.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize("name", ["one.png", "two.svg"])
