@@ -71,6 +71,9 @@ class Pipeline:
         decoder: DecoderStageConfig | Sequence[DecoderStageConfig] | None,
         llm: AsyncLLM | None = None,
     ) -> None:
+        decoders = [decoder] if isinstance(decoder, DecoderStageConfig) else list(decoder or ())
+        if not all(isinstance(one, DecoderStageConfig) for one in decoders):
+            raise ConfigError("decoder is a DecoderStageConfig, a list of them, or None")
         if isinstance(ar, ARStageConfig):
             config = ar
             self._make_ar: Callable[[Endpoints], AutoregressiveStage] = lambda endpoints: ARStage(
@@ -78,9 +81,10 @@ class Pipeline:
             )
         elif llm is not None:
             raise ConfigError("llm= goes with an ARStageConfig")
-        else:
+        elif callable(ar):
             self._make_ar = ar
-        decoders = [decoder] if isinstance(decoder, DecoderStageConfig) else decoder or ()
+        else:
+            raise ConfigError(f"ar is an ARStageConfig, or makes an AR stage, got {ar!r}")
         self._decoders = tuple(decoders)
         _check_names([*([ar] if isinstance(ar, ARStageConfig) else []), *self._decoders])
         self._running: dict[str, Submission] = {}
@@ -146,14 +150,14 @@ class Pipeline:
             self._host.exception()  # retrieved; entering the pipeline or a request has raised it
 
     def _request_metrics(self) -> RequestMetrics:
-        ar, branches = self._stages()
+        ar, branches = self._served()
         last = branches[0].name if branches else ar.name
         return RequestMetrics(default_metrics(), ar.model_name, last)
 
     def health(self) -> Health:
-        """Whether the pipeline takes requests, and if not, why; never raises."""
+        """Whether the pipeline takes requests, and if not, why; never raises, in any thread."""
         try:
-            ar, _ = self._stages()
+            ar, _ = self._served()
         except StageClosed as error:
             return Health(ok=False, reason=str(error), running=len(self._running))
         reason = ar.closed
@@ -181,7 +185,7 @@ class Pipeline:
             StageClosed: The pipeline does not run.
             ConfigError: It has no decoder.
         """
-        branches = self._stages()[1]
+        branches = self._served()[1]
         if not branches:
             raise ConfigError("the pipeline has no decoder")
         return branches[0].sample_rate
@@ -193,7 +197,7 @@ class Pipeline:
         Raises:
             StageClosed: The pipeline does not run.
         """
-        return tuple(self._stages()[0].publishers)
+        return tuple(self._served()[0].publishers)
 
     def submit(
         self,
@@ -258,15 +262,21 @@ class Pipeline:
         )
 
     def _stages(self) -> tuple[AutoregressiveStage, Sequence[Branch]]:
-        if self._failure is not None:
-            raise StageClosed(self._why()) from self._failure
-        if self._ar is None or self._stop.is_set():
-            raise StageClosed("the pipeline is not running; use it as `async with`")
+        """The running stages, for the event loop that they run on."""
+        served = self._served()
         if self._host is not None and self._host.get_loop() is not asyncio.get_running_loop():
             raise StageClosed(
                 "the pipeline runs on another event loop; submit from there, for instance with "
                 "asyncio.run_coroutine_threadsafe"
             )
+        return served
+
+    def _served(self) -> tuple[AutoregressiveStage, Sequence[Branch]]:
+        """The running stages, from anywhere."""
+        if self._failure is not None:
+            raise StageClosed(self._why()) from self._failure
+        if self._ar is None or self._stop.is_set():
+            raise StageClosed("the pipeline is not running; use it as `async with`")
         return self._ar, self._branches
 
     async def _run(self) -> None:
@@ -290,13 +300,16 @@ class Pipeline:
             finally:
                 self._stop.set()
                 await self._end_requests()
-                for branch in branches:
-                    await branch.aclose()
-                await ar.aclose()
+                parts: list[Any] = [*branches, ar]
+                for closing in parts:
+                    try:
+                        await closing.aclose()
+                    except Exception:  # the others are to be closed all the same
+                        log.exception("stage %s could not be closed", closing.name)
                 self._ar, self._branches = None, []
 
     async def _serve(self, stages: Sequence[Stage]) -> None:
-        serving = [asyncio.create_task(stage.serve()) for stage in stages]
+        serving = [asyncio.create_task(stage.serve(), name=stage.name) for stage in stages]
         stopping = asyncio.create_task(self._stop.wait())
         if self._started is not None:
             self._started.set_result(None)
@@ -304,6 +317,7 @@ class Pipeline:
             done, _ = await asyncio.wait([*serving, stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stopping}:
                 await task
+                raise StageClosed("a stage's serve() has returned", stage=task.get_name())
         finally:
             for task in (*serving, stopping):
                 task.cancel()

@@ -33,19 +33,20 @@ _MAX_CHUNK: Final = 1_000_000  # frames, hours of audio
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def check_name(name: str, what: str) -> str:
+def check_name(name: Any, what: str) -> str:
     """Return ``name`` if it can name a channel, subscriber or stage.
 
     Raises:
         ConfigError: It is empty, longer than 64 characters, or holds a character that a topic may
             not.
     """
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
             f"{what} must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or "
             f"digit, got {name!r}"
         )
-    return name
+    checked: str = name
+    return checked
 
 
 def check_text(text: object, parameter: str, limit: int = 4096) -> None:

@@ -14,7 +14,9 @@ import numpy as np
 from omnistage.errors import (
     ConfigError,
     DeadlineExceeded,
+    InvalidRequest,
     OmniStageError,
+    ServerError,
     StreamClosed,
 )
 from omnistage.request import FinishReason, StageRequest, Usage, new_request_id
@@ -77,13 +79,14 @@ class Stream:
     def __del__(self) -> None:
         request = self._request
         if request.started and not request.over:
+            request.fail_threadsafe(StreamClosed("the stream was dropped"))
+            # Last: it raises where warnings are errors.
             warnings.warn(
                 f"{request.request_id} was dropped unfinished; it is aborted. Use `async with`.",
                 ResourceWarning,
                 stacklevel=2,
                 source=self,
             )
-            request.fail_threadsafe(StreamClosed("the stream was dropped"))
 
     @property
     def request_id(self) -> str:
@@ -195,7 +198,8 @@ class Submission:
         """
         branches = self._stages()[1]
         if len(branches) != 1:
-            raise ConfigError(f"the pipeline has {len(branches)} decoders; read chunk by chunk")
+            what = "read chunk by chunk" if branches else "`await stream.finished()` is its end"
+            raise ConfigError(f"the pipeline has {len(branches) or 'no'} decoders; {what}")
         return branches[0].sample_rate
 
     def start(self) -> None:
@@ -212,9 +216,16 @@ class Submission:
             self._timer = self._loop.call_later(self._timeout, self._on_timeout)
         try:
             self._pieces.extend(ar.split(self._input))
+            if not self._pieces:
+                raise InvalidRequest("the input adapter made no request of it", parameter="prompt")
             self._go_on()
         except OmniStageError as error:
             self.fail(error)
+        except Exception as error:
+            log.exception("request %s could not be started", self.request_id)
+            failure = ServerError(f"starting the request raised {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self.fail(failure)
 
     async def next(self) -> AudioChunk | None:
         """The next chunk; None after the last one."""

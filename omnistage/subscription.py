@@ -6,17 +6,18 @@ For a consumer that wants ids, not audio: a recorder, captions, a decoder with a
 from __future__ import annotations
 
 import asyncio
+import math
 import warnings
 from collections import deque
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from omnistage.config import AUDIO
-from omnistage.errors import StreamClosed
+from omnistage.errors import ConfigError, StreamClosed
 from omnistage.request import Payload, TokenUpdate
 from omnistage.stages.environment import check_event_loop
 from omnistage.transport.endpoints import Endpoints
 from omnistage.transport.subscriber import Subscriber
-from omnistage.wire import topic as make_topic
+from omnistage.wire import topic
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -39,8 +40,8 @@ def subscribe(
     """Subscribe to an AR stage's updates, in this process or another.
 
     Which requests are published to a subscriber is said when they are submitted, by its id
-    (``submit(subscribers=["tokens"])``). The id of a decoder stage shares that stage's topic and
-    sees what it is given.
+    (``submit(subscribers=["tokens"])``). A topic belongs to one subscriber: do not take the name of
+    a decoder stage, nor an id that another reader has.
 
     Args:
         endpoints: The AR stage's data endpoints, :attr:`Pipeline.endpoints`: one for each
@@ -54,10 +55,22 @@ def subscribe(
         or iterate over it at once.
 
     Raises:
-        ConfigError: A channel or subscriber id that cannot stand in a topic.
+        ConfigError: A channel, subscriber id or endpoint that cannot be one.
     """
     given = (endpoints,) if isinstance(endpoints, str) else tuple(endpoints)
+    _check(given, within)
+    topic(channel, subscriber)  # raises for names that cannot be
     return Subscription(given, channel, subscriber, within)
+
+
+def _check(endpoints: tuple[Any, ...], within: Any) -> None:
+    for endpoint in endpoints:
+        if not isinstance(endpoint, str) or not endpoint.startswith(("ipc://", "tcp://")):
+            raise ConfigError(f"an endpoint is ipc://PATH or tcp://HOST:PORT, got {endpoint!r}")
+    if not endpoints:
+        raise ConfigError("there is no endpoint to subscribe at")
+    if not isinstance(within, int | float) or not 0 < within < math.inf:
+        raise ConfigError(f"within must be a positive number of seconds, got {within!r}")
 
 
 class Subscription:
@@ -74,26 +87,20 @@ class Subscription:
         self._publishers = endpoints
         self._topic = (channel, subscriber)
         self._within = within
-        self._endpoints: Endpoints | None = None
-        self._subscriber: Subscriber | None = None
-        self._items: deque[TokenUpdate | UpdatesLost] = deque()
-        self._news = asyncio.Event()
+        self._inbox: _Inbox | None = None
         self._closed = False
-        make_topic(channel, subscriber)  # raises for one that cannot be
 
     async def __aenter__(self) -> Self:
         check_event_loop()
         if self._closed:
             raise StreamClosed("the subscription was closed; make another one")
-        if self._subscriber is not None:
-            return self
-        self._endpoints = Endpoints()
-        try:
-            self._subscriber = Subscriber(self._endpoints, *self._topic, self)
-            await self._subscriber.connect(self._publishers, within=self._within)
-        except BaseException:
-            self._close()
-            raise
+        if self._inbox is None:
+            self._inbox = _Inbox(*self._topic)
+            try:
+                await self._inbox.connect(self._publishers, self._within)
+            except BaseException:
+                await self.aclose()
+                raise
         return self
 
     async def __aexit__(
@@ -110,31 +117,75 @@ class Subscription:
     async def __anext__(self) -> TokenUpdate:
         if not self._closed:
             await self.__aenter__()
-        while not self._items:
-            if self._closed:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        item = self._items.popleft()
-        if self._subscriber is not None and len(self._items) <= MAX_UNREAD // 2:
-            self._subscriber.resume()
+        item = None if self._inbox is None else await self._inbox.next()
+        if item is None:
+            raise StopAsyncIteration
         if isinstance(item, TokenUpdate):
             return item
         raise item
 
     def __del__(self) -> None:
-        if self._endpoints is not None and not self._closed:
+        if self._inbox is not None and not self._closed:
+            self._inbox.close_threadsafe()
+            # Last: it raises where warnings are errors.
             warnings.warn(
                 f"a subscription of {self._topic} was dropped open; use `async with`",
                 ResourceWarning,
                 stacklevel=2,
                 source=self,
             )
-            self._endpoints.close()
 
     async def aclose(self) -> None:
         """Unsubscribe; what is unread is gone and a waiting reader's loop ends. Idempotent."""
-        self._close()
+        self._closed = True
+        if self._inbox is not None:
+            self._inbox.close()
+
+
+class _Inbox:
+    """What the event loop holds of a subscription, so that the subscription itself can be dropped.
+
+    Args:
+        channel: The channel.
+        subscriber: The subscriber's id.
+    """
+
+    def __init__(self, channel: str, subscriber: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._items: deque[TokenUpdate | UpdatesLost] = deque()
+        self._news = asyncio.Event()
+        self._closed = False
+        self._endpoints = Endpoints()
+        self._subscriber = Subscriber(self._endpoints, channel, subscriber, self)
+
+    async def connect(self, publishers: tuple[str, ...], within: float) -> None:
+        await self._subscriber.connect(publishers, within=within)
+
+    async def next(self) -> TokenUpdate | UpdatesLost | None:
+        """The next item; None once it is closed."""
+        while not self._items:
+            if self._closed:
+                return None
+            self._news.clear()
+            await self._news.wait()
+        item = self._items.popleft()
+        if len(self._items) <= MAX_UNREAD // 2:
+            self._subscriber.resume()
+        return item
+
+    def close(self) -> None:
+        self._closed = True
+        self._items.clear()
+        self._news.set()
+        self._subscriber.close()
+        self._endpoints.close()
+
+    def close_threadsafe(self) -> None:
+        """As :meth:`close`, from a finalizer: any thread, any time."""
+        if self._loop.is_closed():
+            self._endpoints.close()
+        else:
+            self._loop.call_soon_threadsafe(self.close)
 
     def on_update(self, update: Update, buffers: Sequence[Buffer], stamp: int) -> None:
         """Take an update from the subscriber."""
@@ -163,14 +214,5 @@ class Subscription:
     def _put(self, item: TokenUpdate | UpdatesLost) -> None:
         self._items.append(item)
         self._news.set()
-        if self._subscriber is not None and len(self._items) >= MAX_UNREAD:
+        if len(self._items) >= MAX_UNREAD:
             self._subscriber.pause()
-
-    def _close(self) -> None:
-        self._closed = True
-        self._items.clear()
-        self._news.set()
-        if self._subscriber is not None:
-            self._subscriber.close()
-        if self._endpoints is not None:
-            self._endpoints.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +13,14 @@ from typing import Any
 import pytest
 
 from omnistage import DecoderStageConfig, Pipeline, StageInput
-from omnistage.errors import DeadlineExceeded, InvalidRequest, ServerError, StreamClosed
+from omnistage.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    OmniStageError,
+    ServerError,
+    StreamClosed,
+)
 from omnistage.request import FinishReason
 from omnistage.testing import FakeDecoder, Script, scripted
 
@@ -153,3 +162,122 @@ async def test_a_failure_while_pieces_wait_reaches_the_reader() -> None:
     async with pipeline(Fails) as running:
         with pytest.raises(ServerError, match="RuntimeError"):
             await running.submit(TEXT).collect()
+
+
+async def test_an_input_adapter_that_fails_to_cut_fails_its_request() -> None:
+    def breaks(asked: StageInput) -> Sequence[StageInput]:
+        raise ZeroDivisionError
+
+    for split, words in ((breaks, "ZeroDivisionError"), (lambda _: [], "made no request")):
+        async with pipeline(split=split) as running:
+            with pytest.raises(OmniStageError, match=words):
+                await running.submit(TEXT).collect()
+            assert not running._running
+
+
+def test_a_dropped_stream_is_aborted_where_warnings_are_errors() -> None:
+    """The warning is raised in a finalizer, which only prints it; the abort came before it."""
+    code = """
+import asyncio, gc
+from omnistage import Pipeline
+from omnistage.testing import Script, scripted
+
+async def main():
+    async with Pipeline(ar=scripted(Script(ids=[1], stalls=True)), decoder=None) as pipeline:
+        stream = pipeline.submit("Hello.")
+        await stream.__aenter__()
+        del stream
+        gc.collect()
+        await asyncio.sleep(0.1)
+        print(pipeline.health().running)
+
+asyncio.run(main())
+"""
+    command = (sys.executable, "-W", "error", "-c", code)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.stdout.strip() == "0", done.stderr
+
+
+async def test_health_is_asked_from_any_thread() -> None:
+    async with pipeline() as running:
+        health = await asyncio.to_thread(running.health)
+        assert health.ok
+        assert await asyncio.to_thread(lambda: (running.sample_rate, len(running.endpoints))) == (
+            24_000,
+            1,
+        )
+
+
+class Stops:
+    """An audio stage whose serve() returns, or that keeps what it is asked to give back."""
+
+    name = "stops"
+    sample_rate = 24_000
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    async def start(self) -> None:
+        pass
+
+    async def serve(self) -> None:
+        if self.how != "returns":
+            await asyncio.Event().wait()
+
+    async def drain(self) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        if self.how == "never closes":
+            await asyncio.Event().wait()
+        if self.how == "cannot close":
+            raise RuntimeError("cannot")
+
+    def open(self, request_id: str, sink: Any) -> Any:
+        return sink
+
+    def drop(self, request_id: str) -> None:
+        pass
+
+    async def release(self, request_id: str) -> None:
+        if self.how == "never releases":
+            await asyncio.Event().wait()
+
+
+async def test_a_stage_that_stops_serving_is_named() -> None:
+    async with pipeline(then=[lambda: Stops("returns")]) as running:
+        async with asyncio.timeout(5):
+            while running.health().ok:
+                await asyncio.sleep(0.01)
+        assert "serve() has returned (stage 'stops')" in (running.health().reason or "")
+
+
+@pytest.mark.parametrize("how", ["never closes", "cannot close"])
+async def test_a_stage_that_does_not_close_keeps_no_other_open(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omnistage.stages.branch._CLOSE_SECONDS", 0.1)
+    async with asyncio.timeout(10):
+        async with pipeline(then=[lambda: Stops(how)]) as running:
+            await running.submit(TEXT).finished()
+            stage: Any = running._ar
+        assert stage._publisher is None
+
+
+async def test_a_stage_that_does_not_release_is_named_in_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("omnistage.stages.branch._RELEASE_SECONDS", 0.1)
+    async with pipeline(then=[lambda: Stops("never releases")]) as running:
+        stream = running.submit("stalls")
+        await anext(stream)
+        with pytest.raises(DeadlineExceeded, match="did not let go") as late:
+            await stream.abort()
+        assert late.value.stage == "stops"
+
+
+@pytest.mark.parametrize("arguments", [{"decoder": "x"}, {"decoder": [None]}, {"ar": 5}])
+def test_what_is_no_stage_is_refused(arguments: Any) -> None:
+    fields = {"ar": scripted(Script()), "decoder": None, **arguments}
+    with pytest.raises(ConfigError):
+        Pipeline(**fields)

@@ -281,14 +281,15 @@ def attach(vllm_config: Any, config: ARStageConfig) -> None:
     weakref.finalize(vllm_config, _remove, directory, os.getpid())
 
 
-def adopt(llm: AsyncLLM, config: ARStageConfig) -> tuple[Engine, str]:
-    """An engine that runs already, and where its publishers expect the control socket.
+def adopt(llm: AsyncLLM, config: ARStageConfig) -> tuple[Engine, WiredConfig]:
+    """An engine that runs already, and what it was attached with.
 
     Raises:
-        ConfigError: Its configuration was not attached to this stage, or it served another one.
+        ConfigError: Its configuration was not attached to this stage, or it serves another one.
     """
-    wired: Any = llm.vllm_config.additional_config
-    wiring = wiring_of(llm.vllm_config)
+    vllm_config = getattr(llm, "vllm_config", None)
+    wired: Any = getattr(vllm_config, "additional_config", None)
+    wiring = wiring_of(vllm_config)
     if wiring is None or wiring.channels.get(AUDIO) is not config.processor:
         raise ConfigError(
             "this AsyncLLM was not made for this stage: give its VllmConfig and the same "
@@ -297,10 +298,10 @@ def adopt(llm: AsyncLLM, config: ARStageConfig) -> tuple[Engine, str]:
         )
     if wired.served:
         raise ConfigError(
-            "this AsyncLLM has served a pipeline already; make another one", stage=config.name
+            "this AsyncLLM serves a pipeline already; leave that one first", stage=config.name
         )
     wired.served = True
-    return Engine(llm), wiring.publisher.control
+    return Engine(llm), wired
 
 
 def _remove(directory: Path, owner: int) -> None:

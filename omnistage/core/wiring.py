@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from omnistage.adapters.processor import ChunkProcessor
 from omnistage.transport.publisher import PublisherConfig
+
+if TYPE_CHECKING:
+    from omnistage.wire import Hello
 
 HANDOVER_LIMIT: Final = 4096
 """Steps that may wait for the publisher thread before requests fail."""
@@ -41,6 +44,7 @@ class WiredConfig(dict[str, Any]):
         super().__init__(items)
         self.omnistage = wiring
         self.served = False  # an AR stage has taken the engine
+        self.hellos: dict[int, Hello] = {}  # of its publishers, who say it once
 
 
 def wiring_of(vllm_config: Any) -> Wiring | None:

@@ -16,8 +16,15 @@ from typing import TYPE_CHECKING, Final
 
 from anyio import to_thread
 
-from omnistage.adapters.input import SplittingAdapter, TextInput, check_consumable
+from omnistage.adapters.input import (
+    InputAdapter,
+    SplittingAdapter,
+    TextInput,
+    check_consumable,
+)
+from omnistage.adapters.processor import ChunkProcessor
 from omnistage.errors import (
+    ConfigError,
     DeadlineExceeded,
     EngineDead,
     OmniStageError,
@@ -39,9 +46,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from omnistage.adapters.input import InputAdapter
     from omnistage.config import ARStageConfig
     from omnistage.core.engine import Engine
+    from omnistage.core.wiring import WiredConfig
     from omnistage.request import StageInput, StageRequest, Usage
     from omnistage.transport.endpoints import Endpoints
     from omnistage.wire import Failed
@@ -72,10 +79,15 @@ class ARStage:
         self._endpoints = endpoints
         self._llm = llm
         check_bind(config.bind)
+        if not isinstance(config.processor, ChunkProcessor):
+            raise ConfigError(f"{config.processor!r} is no ChunkProcessor", stage=config.name)
+        if not isinstance(config.input_adapter, InputAdapter | None):
+            raise ConfigError(f"{config.input_adapter!r} is no InputAdapter", stage=config.name)
         self._adapter: InputAdapter = config.input_adapter or TextInput()
         self._generations = count()
         self._running: dict[str, ARRequest] = {}
         self._engine: Engine | None = None
+        self._adopted: WiredConfig | None = None
         self._control: ControlServer | None = None
         self._watched: list[int] = []
         self._closed: StageClosed | None = None
@@ -203,6 +215,8 @@ class ARStage:
         if self._control is not None:
             self._control.close()
             self._control = None
+        if self._adopted is not None:
+            self._adopted.served, self._adopted = False, None
 
     async def _start_engine(self) -> Engine:
         """Start vLLM in a thread: importing it and loading a model blocks for seconds."""
@@ -230,8 +244,13 @@ class ARStage:
         """Take an engine that runs already; who made it has imported vLLM."""
         from omnistage.core.engine import adopt
 
-        self._engine, control = adopt(llm, self._config)
-        self._control = ControlServer(self._endpoints, self._on_failed, bind=control)
+        self._engine, self._adopted = adopt(llm, self._config)
+        self._control = ControlServer(
+            self._endpoints,
+            self._on_failed,
+            bind=self._adopted.omnistage.publisher.control,
+            hellos=self._adopted.hellos,
+        )
         return self._engine
 
     async def run(self, request: StageRequest, generation: int) -> Usage:

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Final
 
 from omnistage.errors import DeadlineExceeded, OmniStageError, ServerError, StartupError
+from omnistage.request import AudioChunk
+from omnistage.stages.base import AudioStage
 from omnistage.stages.decoder import DecoderStage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omnistage.config import DecoderStageConfig
-    from omnistage.request import AudioChunk, Terminal
-    from omnistage.stages.base import AudioSink, AudioStage, PacedSink, Stage
+    from omnistage.request import Terminal
+    from omnistage.stages.base import AudioSink, PacedSink, Stage
     from omnistage.transport.endpoints import Endpoints
 
 log = logging.getLogger(__name__)
+
+_RELEASE_SECONDS: Final = 10.0
+_CLOSE_SECONDS: Final = 40.0  # a decode that does not end is waited for for 30
 
 
 class Branch:
@@ -63,16 +69,18 @@ class Branch:
             StartupError: One did not come up.
         """
         await self.decoder.start()
-        for make in self._make:
+        for number, make in enumerate(self._make, start=1):
             try:
                 stage = make()
+                if not isinstance(stage, AudioStage):
+                    raise TypeError(f"`then` made {stage!r}, which is no AudioStage")
                 self._behind.append(stage)
                 await stage.start()
             except OmniStageError:
                 raise
             except Exception as error:
                 raise StartupError(
-                    f"stage {len(self._behind)} behind {self.name!r} could not start: "
+                    f"stage {number} behind {self.name!r} could not start: "
                     f"{type(error).__name__}: {error}",
                     stage=self.name,
                 ) from error
@@ -116,10 +124,22 @@ class Branch:
         self.decoder.resume(request_id)
 
     async def release(self, request_id: str) -> None:
-        """Return when no stage has anything of a dropped request in its hands."""
+        """Return when no stage has anything of a dropped request in its hands.
+
+        Raises:
+            DeadlineExceeded: A stage behind the decoder has not let go in time.
+        """
         await self.decoder.release(request_id)
         for stage in self._behind:
-            await stage.release(request_id)
+            try:
+                async with asyncio.timeout(_RELEASE_SECONDS):
+                    await stage.release(request_id)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"the stage did not let go of the request within {_RELEASE_SECONDS:g} s",
+                    request_id=request_id,
+                    stage=stage.name,
+                ) from None
 
     def has_ended(self, request_id: str) -> bool:
         """Whether the request's last update is here, its audio perhaps still on the way."""
@@ -131,7 +151,8 @@ class Branch:
         """Fail what is open and close every stage. Idempotent."""
         for stage in self.stages:
             try:
-                await stage.aclose()
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await stage.aclose()
             except Exception:
                 log.exception("stage %s could not be closed", stage.name)
         for request_id in list(self._crossings):
@@ -156,7 +177,7 @@ class _Crossing:
         self.ended = False
         self.entry = _Entry(self)
         self._stage = stage
-        self._request_id = request_id
+        self.request_id = request_id
         self._exit = _Exit(self, receiver)
         self._last = last
         self._limit = limit
@@ -166,7 +187,7 @@ class _Crossing:
     def open(self) -> None:
         """Have the stage expect the request."""
         try:
-            self.entry.receiver = self._stage.open(self._request_id, self._exit)
+            self.entry.receiver = self._stage.open(self.request_id, self._exit)
         except OmniStageError:
             raise
         except Exception as error:
@@ -179,14 +200,26 @@ class _Crossing:
         try:
             action()
         except OmniStageError as error:
-            error.request_id = error.request_id or self._request_id
+            error.request_id = error.request_id or self.request_id
             error.stage = error.stage or self._stage.name
             self._last.on_error(error)
         except Exception as error:
-            log.exception("stage %s failed request %s", self._stage.name, self._request_id)
+            log.exception("stage %s failed request %s", self._stage.name, self.request_id)
             blame = self._blame(error)
             blame.__cause__ = error
             self._last.on_error(blame)
+
+    def break_off(self, why: str) -> None:
+        """The stage broke its contract: end the request."""
+        if not self._closed:
+            log.error("stage %s, request %s: %s", self._stage.name, self.request_id, why)
+            self._last.on_error(
+                ServerError(
+                    f"the stage broke its contract: {why}",
+                    request_id=self.request_id,
+                    stage=self._stage.name,
+                )
+            )
 
     def owe(self) -> None:
         """The stage has been given everything, or shown that it goes on with it."""
@@ -203,9 +236,9 @@ class _Crossing:
         if self._timer is not None:
             self._timer.cancel()
         try:
-            self._stage.drop(self._request_id)
+            self._stage.drop(self.request_id)
         except Exception:
-            log.exception("stage %s could not drop %s", self._stage.name, self._request_id)
+            log.exception("stage %s could not drop %s", self._stage.name, self.request_id)
 
     @property
     def closed(self) -> bool:
@@ -222,7 +255,7 @@ class _Crossing:
         self._last.on_error(
             DeadlineExceeded(
                 f"no audio for {self._limit:g} s; the stage that was late is {name!r}",
-                request_id=self._request_id,
+                request_id=self.request_id,
                 stage=name,
             )
         )
@@ -230,7 +263,7 @@ class _Crossing:
     def _blame(self, error: Exception) -> ServerError:
         return ServerError(
             f"the stage raised {type(error).__name__}: {error}",
-            request_id=self._request_id,
+            request_id=self.request_id,
             stage=self._stage.name,
         )
 
@@ -265,19 +298,48 @@ class _Exit:
     def __init__(self, crossing: _Crossing, receiver: AudioSink) -> None:
         self._crossing = crossing
         self._receiver = receiver
+        self._index = 0
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
 
     def on_chunk(self, chunk: AudioChunk) -> None:
-        if not self._crossing.closed:
-            self._crossing.owe()
-            self._receiver.on_chunk(chunk)
+        if not self._is_heard():
+            return
+        if wrong := self._wrong_with(chunk):
+            self._crossing.break_off(f"it gave a chunk that {wrong}")
+            return
+        self._index += 1
+        self._crossing.owe()
+        self._receiver.on_chunk(chunk)
 
     def on_end(self, terminal: Terminal) -> None:
-        if not self._crossing.closed:
+        if self._is_heard():
             self._receiver.on_end(terminal)
 
     def on_error(self, error: OmniStageError) -> None:
-        if not self._crossing.closed:
+        if self._is_heard():
             self._receiver.on_error(error)
+
+    def _is_heard(self) -> bool:
+        if threading.get_ident() != self._thread:
+            self._loop.call_soon_threadsafe(
+                self._crossing.break_off,
+                "it called its sink from another thread; loop.call_soon_threadsafe is the way",
+            )
+            return False
+        return not self._crossing.closed
+
+    def _wrong_with(self, chunk: object) -> str | None:
+        if not isinstance(chunk, AudioChunk):
+            return f"is a {type(chunk).__name__}"
+        if chunk.request_id != self._crossing.request_id:
+            return f"is of {chunk.request_id}"
+        if chunk.index != self._index:
+            return f"has index {chunk.index} where {self._index} was due"
+        pcm = chunk.pcm
+        if getattr(pcm, "dtype", None) != "float32" or pcm.ndim != 1 or not len(pcm):
+            return "is no float32 array of one dimension with samples in it"
+        return None
 
 
 class _Last:

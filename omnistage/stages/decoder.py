@@ -250,7 +250,9 @@ class DecoderStage:
             request.wanted -= len(update.ids) // width
         if update.terminal is not None:
             if update.terminal.error is not None:
-                raise error_of_kind(update.terminal.kind, update.terminal.error)
+                error = error_of_kind(update.terminal.kind, update.terminal.error)
+                error.stage = self._upstream
+                raise error
             request.terminal = update.terminal
             request.stream.finish()
         if update.segment_end:

@@ -7,9 +7,11 @@ while its reader does not read, and after its last update.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from omnistage.errors import DeadlineExceeded
+
+_GRACE_SECONDS: Final = 0.25
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +46,7 @@ class Watch:
         self._ticking: asyncio.TimerHandle | None = None
         self._first: asyncio.TimerHandle | None = None
         if deadlines.first_audio is not None:
-            self._first = self._loop.call_later(deadlines.first_audio, self._no_first_audio)
+            self._first = self._loop.call_later(deadlines.first_audio, self._no_first_audio_yet)
 
     def update_came(self, *, more_due: bool) -> None:
         """An update is here, and the next one is due, or not: paused, or it was the last."""
@@ -85,10 +87,25 @@ class Watch:
         for name, waited in waits.items():
             # A timer may fire a clock tick early.
             if waited >= limit - 0.001:
-                what = "audio" if name == self._stage else "update"
-                self._late(f"no {what} for {limit:g} s", name)
+                self._confirm(name, limit)
                 return
         self._tick(limit - max(waits.values(), default=0.0))
+
+    def _confirm(self, name: str, limit: float) -> None:
+        """Look again a moment later: if this loop was blocked, what was due waits in a socket."""
+        is_audio = name == self._stage
+        since = self._chunk_since if is_audio else self._update_since
+
+        def look_again() -> None:
+            if since != (self._chunk_since if is_audio else self._update_since):
+                self._check()
+                return
+            self._late(f"no {'audio' if is_audio else 'update'} for {limit:g} s", name)
+
+        self._ticking = self._loop.call_later(min(_GRACE_SECONDS, limit / 2), look_again)
+
+    def _no_first_audio_yet(self) -> None:
+        self._first = self._loop.call_later(_GRACE_SECONDS, self._no_first_audio)
 
     def _no_first_audio(self) -> None:
         late = self._upstream if self._chunk_since is None else self._stage

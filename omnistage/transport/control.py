@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def core_identity(rank: int) -> bytes:
+    """The routing id of an engine core, by which a later server finds it again."""
+    return f"core-{rank}".encode()
+
+
 class ControlServer:
     """The AR stage's end: a ROUTER that every engine core's publisher connects to.
 
@@ -40,14 +45,20 @@ class ControlServer:
         endpoints: Whose context and directory to use.
         on_failed: Called on the event loop for each request that the engine side gave up.
         bind: The endpoint that publishers were told; None makes one.
+        hellos: Those that came to an earlier server at that endpoint; kept up to date.
     """
 
     def __init__(
-        self, endpoints: Endpoints, on_failed: Callable[[Failed], None], *, bind: str | None = None
+        self,
+        endpoints: Endpoints,
+        on_failed: Callable[[Failed], None],
+        *,
+        bind: str | None = None,
+        hellos: dict[int, Hello] | None = None,
     ) -> None:
         self._on_failed = on_failed
-        self.hellos: dict[int, Hello] = {}
-        self._peers: dict[int, bytes] = {}  # rank -> identity
+        self.hellos = {} if hellos is None else hellos
+        self._peers = {rank: core_identity(rank) for rank in self.hellos}
         self._releases: dict[str, tuple[set[int], asyncio.Event]] = {}
         self._changed = asyncio.Event()
         self._socket = endpoints.context.socket(zmq.ROUTER)

@@ -28,6 +28,7 @@ from omnistage.errors import (
     SubscriberStalled,
     UpdatesLost,
 )
+from omnistage.transport.control import core_identity
 from omnistage.transport.endpoints import LINGER_MS, close_quietly, listen, set_options
 from omnistage.wire import (
     MAX_BUFFERS,
@@ -180,6 +181,7 @@ class Publisher:
         data.setsockopt(zmq.XPUB_NODROP, 1)
         endpoint = listen(data, self._config.bind, Path(self._config.directory))
         self._bound.set()
+        control.setsockopt(zmq.ROUTING_ID, core_identity(self._dp_index))
         control.connect(self._config.control)
         control.send(
             encode(Hello(PROTOCOL_VERSION, self.epoch, self._dp_index, os.getpid(), endpoint))
@@ -233,7 +235,11 @@ class Publisher:
         sequence = self._next.get(message.topic)
         if sequence is None:
             self._source.undelivered(
-                message.topic, UpdatesLost("the request's subscriber is gone; submit it again")
+                message.topic,
+                UpdatesLost(
+                    "nobody is subscribed as {1!r} on channel {0!r}; a subscription must stand "
+                    "before the request is submitted".format(*parse_topic(message.topic))
+                ),
             )
             return
         # Counted even if the send fails, so that a subscriber that recovers sees the gap.

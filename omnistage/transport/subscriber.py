@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import anyio
 import zmq
 
-from omnistage.errors import ProtocolError, StartupError, UpdatesLost
+from omnistage.errors import ConfigError, ProtocolError, StartupError, UpdatesLost
 from omnistage.transport.endpoints import close_quietly, set_options
 from omnistage.transport.reader import SocketReader
 from omnistage.wire import Data, Subscribed, Update, decode_data, sequence_of, topic
@@ -84,11 +84,15 @@ class Subscriber:
             within: Seconds to wait.
 
         Raises:
+            ConfigError: An endpoint that cannot be one.
             StartupError: Not all have confirmed in time.
         """
         self._publishers += len(publishers)
         for endpoint in publishers:
-            self._socket.connect(endpoint)
+            try:
+                self._socket.connect(endpoint)
+            except zmq.ZMQError as error:
+                raise ConfigError(f"cannot connect to {endpoint!r}: {error}") from error
         self._reader.touch()
         with anyio.move_on_after(within) as scope:
             await self._confirmed.wait()

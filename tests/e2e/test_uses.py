@@ -21,6 +21,7 @@ from omnistage.errors import (
     InvalidRequest,
     OmniStageError,
     StageClosed,
+    StartupError,
     UnsupportedEnvironment,
     UpdatesLost,
 )
@@ -32,6 +33,7 @@ from tests.e2e.conftest import (
     IdDecoder,
     ThirdBatchFails,
     ar_config,
+    ar_of,
     generate,
     ids_of,
     read,
@@ -152,7 +154,7 @@ async def test_a_decoders_topic_can_be_listened_to(two: Any) -> None:
 
 async def test_a_subscriber_that_is_not_there_fails_the_request_that_names_it(two: Any) -> None:
     double, _ = two
-    with pytest.raises(UpdatesLost, match="subscriber is gone"):
+    with pytest.raises(UpdatesLost, match="nobody is subscribed as 'nobody' on channel 'audio'"):
         await double.submit(PROMPT, sampling=GREEDY, subscribers=["nobody"]).finished()
     await wait_until_idle(double)
 
@@ -216,8 +218,23 @@ async def test_an_existing_engine_is_used_and_left_running() -> None:
                 await anext(stream)
         assert await plain("afterwards") == theirs
         assert await llm.reset_prefix_cache()  # no block is held
-        with pytest.raises(ConfigError, match="has served a pipeline already"):
-            await Pipeline(ar=config, decoder=decoder, llm=llm).__aenter__()
+
+        def broken() -> IdDecoder:
+            raise OSError("no weights")
+
+        with pytest.raises(StartupError, match="no weights"):
+            await Pipeline(
+                ar=config, decoder=DecoderStageConfig(build=broken), llm=llm
+            ).__aenter__()
+        async with Pipeline(ar=config, decoder=decoder, llm=llm) as again:
+            with pytest.raises(ConfigError, match="serves a pipeline already"):
+                await Pipeline(ar=config, decoder=decoder, llm=llm).__aenter__()
+            assert (await read(again.submit(PROMPT, sampling=GREEDY)))[0] == theirs
+            await asyncio.sleep(0.3)  # the engine core is connected again
+            stream = again.submit(PROMPT, sampling={"max_tokens": 900, "ignore_eos": True})
+            async with stream:
+                await anext(stream)
+            assert await ar_of(again)._engine._llm.reset_prefix_cache()  # type: ignore[union-attr]
         assert await plain("at last") == theirs
     finally:
         llm.shutdown()
@@ -226,8 +243,10 @@ async def test_an_existing_engine_is_used_and_left_running() -> None:
 async def test_an_engine_that_was_not_attached_is_refused() -> None:
     stock: Any = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}))
     config = ARStageConfig(model=str(CHECKPOINT), processor=TokenUpdates())
-    with pytest.raises(ConfigError, match=r"omnistage\.attach"):
-        await Pipeline(ar=config, decoder=None, llm=stock).__aenter__()
+    others: list[Any] = [stock, 5]
+    for llm in others:
+        with pytest.raises(ConfigError, match=r"omnistage\.attach"):
+            await Pipeline(ar=config, decoder=None, llm=llm).__aenter__()
 
 
 async def test_a_stage_that_says_how_to_start_an_engine_is_not_attached() -> None:

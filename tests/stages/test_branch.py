@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from omnistage.config import Deadlines, DecoderStageConfig
@@ -211,6 +213,55 @@ async def test_a_stage_that_cannot_be_made_or_started_is_named() -> None:
     with Endpoints() as endpoints:
         branch = Branch(DecoderStageConfig(build=Decoder, then=[broken]), endpoints)
         with pytest.raises(StartupError, match="OSError: no such filter"):
+            await branch.start()
+        await branch.aclose()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"index": 5}, "index 5 where 0 was due"),
+        ({"request_id": "other"}, "is of other"),
+        ({"pcm": np.zeros(3, np.int16)}, "no float32 array"),
+        ({"pcm": np.zeros((2, 2), np.float32)}, "no float32 array"),
+        ({"pcm": np.zeros(0, np.float32)}, "no float32 array"),
+    ],
+)
+async def test_a_stage_that_gives_what_is_no_audio_fails_its_request(
+    wrong: dict[str, Any], words: str
+) -> None:
+    class Wrong(Gain):
+        def open(self, request_id: str, sink: AudioSink) -> AudioSink:
+            entry: Any = super().open(request_id, sink)
+            entry.on_chunk = lambda chunk: sink.on_chunk(replace(chunk, **wrong))
+            return entry  # type: ignore[no-any-return]
+
+    async with running(Wrong) as branch:
+        outcome = await end(feed(branch))
+        assert isinstance(outcome, ServerError)
+        assert words in str(outcome)
+        assert outcome.stage == "gain"
+
+
+async def test_a_stage_that_calls_its_sink_from_a_thread_is_told_so() -> None:
+    class Threaded(Gain):
+        def open(self, request_id: str, sink: AudioSink) -> AudioSink:
+            entry: Any = super().open(request_id, sink)
+            entry.on_chunk = lambda chunk: threading.Thread(
+                target=sink.on_chunk, args=(chunk,)
+            ).start()
+            entry.on_end = lambda terminal: None
+            return entry  # type: ignore[no-any-return]
+
+    async with running(Threaded) as branch:
+        assert "from another thread" in str(await end(feed(branch)))
+
+
+async def test_what_is_no_audio_stage_is_refused_with_its_number() -> None:
+    not_one: Any = lambda: "a string"  # noqa: E731
+    with Endpoints() as endpoints:
+        branch = Branch(DecoderStageConfig(build=Decoder, then=[Gain, not_one]), endpoints)
+        with pytest.raises(StartupError, match=r"stage 2 behind .* is no AudioStage"):
             await branch.start()
         await branch.aclose()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -134,7 +135,9 @@ async def test_what_cannot_be_is_a_typed_error_of_that_request_alone(
             stage.on_update(update, (), 0)
         error = await bad.outcome
         assert type(error) is kind
-        assert (error.request_id, error.stage) == ("r", "decoder")
+        ended = updates[-1].terminal
+        said_by = "ar" if ended is not None and ended.error is not None else "decoder"
+        assert (error.request_id, error.stage) == ("r", said_by)
         good.send(*FRAMES, terminal=END)
         assert await good.end() is END
 
@@ -251,6 +254,13 @@ async def test_an_ar_stage_that_falls_silent_is_late_and_named() -> None:
         assert "no update for 0.2 s" in str(error)
 
 
+def block_for(seconds: float) -> None:
+    """Keep the event loop from everything."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
 async def test_a_decoder_that_is_stuck_is_late_and_named_though_updates_come() -> None:
     decoder = Decoder()
     async with running(decoder, deadlines=soon()) as stage:
@@ -263,6 +273,17 @@ async def test_a_decoder_that_is_stuck_is_late_and_named_though_updates_come() -
         assert isinstance(error, DeadlineExceeded)
         assert error.stage == "decoder"
         decoder.gate.set()
+
+
+async def test_a_loop_that_was_blocked_blames_nobody_for_what_waits_in_its_sockets() -> None:
+    async with running(deadlines=soon()) as stage:
+        feed = Feed(stage, "r")
+        feed.send((1, 2))
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.01, block_for, 0.6)
+        # What a socket's reader gives once the loop is free again.
+        loop.call_later(0.3, lambda: loop.call_soon(lambda: feed.send((3, 4), terminal=END)))
+        assert await feed.end() is END
 
 
 @pytest.mark.parametrize("paused", [True, False])
