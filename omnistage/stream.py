@@ -188,6 +188,7 @@ class Submission:
         self._usages: dict[int, Usage] = {}  # by piece; they may end in another order
         self._indices: dict[str, int] = {}  # chunks given, by decoder
         self._started_takes = 0
+        self._last_stage = ""
 
     @property
     def sample_rate(self) -> int:
@@ -207,11 +208,12 @@ class Submission:
         if self.started or self.over:
             return
         self._loop = asyncio.get_running_loop()
-        ar, _ = self._stages()
+        ar, branches = self._stages()
+        self._last_stage = branches[0].name if branches else ar.name
         self.started = True
         self._running[self.request_id] = self
         self._metrics = self._make_metrics()
-        log.info("request %s started", self.request_id)
+        log.info("request %s, stage %s: started", self.request_id, ar.name)
         if self._timeout is not None:
             self._timer = self._loop.call_later(self._timeout, self._on_timeout)
         try:
@@ -252,7 +254,8 @@ class Submission:
         self._end()
         if self._metrics is not None:
             self._metrics.failure(type(error).__name__)
-            log.info("request %s ended: %s", self.request_id, error)
+            where = error.stage or self._last_stage
+            log.info("request %s, stage %s: failed: %s", self.request_id, where, error.message)
         for take in self._takes:
             take.fail(error)
 
@@ -324,7 +327,8 @@ class Submission:
         self._end()
         if self._metrics is not None:
             self._metrics.success(self.usage.finish_reason)
-        log.info("request %s finished: %s", self.request_id, self.usage.finish_reason)
+        reason = self.usage.finish_reason
+        log.info("request %s, stage %s: finished: %s", self.request_id, self._last_stage, reason)
 
     def _numbered(self, chunk: AudioChunk) -> AudioChunk:
         """The chunk of a piece as one of the whole."""

@@ -148,8 +148,18 @@ async def test_one_request_is_logged_and_counted_once(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO, "omnistage"):
         async with pipeline() as running:
             await running.submit(TEXT).finished()
+        async with pipeline() as running:
+            stream = running.submit("fails")
+            with pytest.raises(InvalidRequest):
+                await stream.finished()
     lines = [r.getMessage() for r in caplog.records if "request " in r.getMessage()]
-    assert [line.split()[-1] for line in lines] == ["started", "stop"]
+    assert [line.partition(", ")[2] for line in lines] == [
+        "stage ar: started",
+        "stage d0: finished: stop",
+        "stage ar: started",
+        "stage ar: failed: no such word",
+    ]
+    assert lines[-1].startswith(f"request {stream.request_id}, ")
 
 
 async def test_a_failure_while_pieces_wait_reaches_the_reader() -> None:
