@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
+from anyio import to_thread
+
 from omnistage.adapters.processor import TokenUpdates
 from omnistage.config import AUDIO
 from omnistage.core.events import Ending, Event, Record, Refusal, StepEvents
@@ -211,7 +213,7 @@ class ScriptedARStage:
         )
         publisher, self._publisher = self._publisher, None
         if publisher is not None and self._steps is not None:
-            await asyncio.get_running_loop().run_in_executor(None, publisher.close, 5.0)
+            await to_thread.run_sync(publisher.close, 5.0)
             self._steps.close()
         if self._control is not None:
             self._control.close()
