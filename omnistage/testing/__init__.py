@@ -8,14 +8,15 @@ the contracts are lists of checks that an implementation must pass::
     def test_my_decoder(check):
         check(MyDecoder)
 
-A check takes what makes the thing, returns nothing, and raises AssertionError with a sentence. It
-needs no test framework, and no running event loop.
+A check takes what makes the thing, returns nothing, and raises AssertionError with a sentence, also
+where the thing itself raised; that is its cause. It needs no test framework, and no running event
+loop.
 """
 
 from omnistage.testing.decoders import DECODER_CONTRACT
 from omnistage.testing.doubles import FakeDecoder
 from omnistage.testing.input_adapters import INPUT_ADAPTER_CONTRACT
-from omnistage.testing.processors import PROCESSOR_CONTRACT
+from omnistage.testing.processors import PROCESSOR_CONTRACT, processor_contract
 from omnistage.testing.scripted import Script, ScriptedARStage, scripted
 from omnistage.testing.stages import AUDIO_STAGE_CONTRACT, STAGE_CONTRACT
 
@@ -28,5 +29,6 @@ __all__ = [
     "FakeDecoder",
     "Script",
     "ScriptedARStage",
+    "processor_contract",
     "scripted",
 ]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
 from omnistage.adapters.input import RESERVED, EngineInput, InputAdapter
 from omnistage.errors import InvalidRequest
 from omnistage.request import StageInput
+from omnistage.testing.checks import contract
 
 Make = Callable[[], InputAdapter]
 
@@ -77,7 +78,7 @@ def refuses_an_empty_text(make: Make) -> None:
         raise AssertionError(f"the text {text!r} must be refused with InvalidRequest")
 
 
-INPUT_ADAPTER_CONTRACT: Final[Sequence[Callable[[Make], None]]] = (
+INPUT_ADAPTER_CONTRACT: Final = contract(
     makes_an_engine_input,
     lets_the_request_choose,
     leaves_the_callers_objects_alone,

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import operator
 import random
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from itertools import zip_longest
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, Final
 
 from omnistage.adapters.processor import ChunkProcessor, Emission, Step
 from omnistage.request import FinishReason, Start
+from omnistage.testing.checks import contract
+
+if TYPE_CHECKING:
+    from omnistage.testing.checks import Check
 
 Make = Callable[[], ChunkProcessor]
+Ids = Sequence[int]
 
-_IDS: Final = 400
-_VOCABULARY: Final = 4096
+_DRAWN: Final = 400
+_CODEBOOKS: Final = (1, 2, 3, 4, 6, 7, 8, 9, 12, 16)
+_ANY: Final = range(4096)
+_LARGEST: Final = 1 << 63  # what a decoder's array of indices holds; the wire holds as much
 
 
-def declares_itself(make: Make) -> None:
+def declares_itself(make: Make, ids: Ids) -> None:
     """The methods are there and ``requires_token_updates`` is a bool."""
     processor = make()
     assert isinstance(processor, ChunkProcessor), (
@@ -28,45 +36,44 @@ def declares_itself(make: Make) -> None:
     )
 
 
-def reaches_the_engine_process(make: Make) -> None:
+def reaches_the_engine_process(make: Make, ids: Ids) -> None:
     """It can be sent to another process, and does the same there."""
-    here, there = multiprocessing.Pipe()
     processor = make()
     try:
-        here.send(processor)
-        arrived = there.recv()
+        arrived = ForkingPickler.loads(ForkingPickler.dumps(processor))
     except Exception as error:
         raise AssertionError(f"it cannot be sent to another process: {error!r}") from error
-    finally:
-        here.close()
-        there.close()
-    ids = _sampled()
-    assert _run(arrived, ids) == _run(processor, ids), "its copy in another process emits otherwise"
+    sampled = _sampled(ids)
+    assert _run(arrived, sampled) == _run(processor, sampled), (
+        "its copy in another process emits otherwise"
+    )
 
 
-def gives_the_same_however_ids_are_grouped(make: Make) -> None:
+def gives_the_same_however_ids_are_grouped(make: Make, ids: Ids) -> None:
     """Speculative decoding samples several ids a step: what comes out must not depend on that."""
-    ids = _sampled()
-    alone = _run(make(), ids)
+    sampled = _sampled(ids)
+    alone = _run(make(), sampled)
     for seed in range(5):
-        grouped = _run(make(), ids, sizes=random.Random(seed).choices(range(1, 9), k=_IDS))
+        sizes = random.Random(seed).choices(range(1, 9), k=len(sampled))
+        grouped = _run(make(), sampled, sizes=sizes)
         assert grouped == alone, "it emits otherwise if a step samples several ids"
 
 
-def keeps_requests_apart(make: Make) -> None:
+def keeps_requests_apart(make: Make, ids: Ids) -> None:
     """Two requests whose steps alternate get what each gets alone."""
     processor = make()
-    first, second = _sampled(1), _sampled(2)
+    sampled = _sampled(ids, 1), _sampled(ids, 2)
     runs = [_Run(processor, "a"), _Run(processor, "b")]
-    for pair in zip(first, second, strict=True):
+    for pair in zip_longest(*sampled):
         for run, token in zip(runs, pair, strict=True):
-            run.step((token,))
-    for run, ids in zip(runs, (first, second), strict=True):
+            if token is not None:
+                run.step((token,))
+    for run, own in zip(runs, sampled, strict=True):
         run.end()
-        assert run.emitted == _run(make(), ids), "interleaved requests change each other's output"
+        assert run.emitted == _run(make(), own), "interleaved requests change each other's output"
 
 
-def ends_a_request_that_sampled_nothing(make: Make) -> None:
+def ends_a_request_that_sampled_nothing(make: Make, ids: Ids) -> None:
     """A request may end before its first id, for whatever reason."""
     for reason in FinishReason:
         run = _Run(make(), "empty")
@@ -74,24 +81,55 @@ def ends_a_request_that_sampled_nothing(make: Make) -> None:
         assert run.emitted[0] == [], "it emits ids for a request that sampled none"
 
 
-def counts_what_it_drops(make: Make) -> None:
+def counts_what_it_drops(make: Make, ids: Ids) -> None:
     """No more ids are dropped than were sampled, and never fewer than none."""
-    emitted, dropped = _run(make(), _sampled())
-    assert 0 <= dropped <= _IDS, f"it dropped {dropped} of {_IDS} ids"
-    assert emitted or dropped, "ids went in, nothing came out, and nothing was counted as dropped"
+    sampled = _sampled(ids)
+    _, dropped = _run(make(), sampled)
+    assert 0 <= dropped <= len(sampled), f"it dropped {dropped} of {len(sampled)} ids"
 
 
-PROCESSOR_CONTRACT: Final[Sequence[Callable[[Make], None]]] = (
-    declares_itself,
-    reaches_the_engine_process,
-    gives_the_same_however_ids_are_grouped,
-    keeps_requests_apart,
-    ends_a_request_that_sampled_nothing,
-    counts_what_it_drops,
-)
-"""Checks of a :class:`~omnistage.ChunkProcessor` that takes ids.
+def emits_something(make: Make, ids: Ids) -> None:
+    """Of ids that it takes something comes out; otherwise the other checks would say nothing."""
+    sampled = _sampled(ids)
+    run = _Run(make(), "alone")
+    for token in sampled:
+        run.step((token,))
+    run.end()
+    assert run.has_emitted, (
+        f"{len(sampled)} ids from {min(sampled)} to {max(sampled)} went in and nothing came out; "
+        "if it takes others, say which: omnistage.testing.processor_contract(ids=...)"
+    )
 
-Each takes what makes the processor, and feeds it 400 random ids below 4096.
+
+def processor_contract(*, ids: Ids = _ANY) -> Sequence[Check]:
+    """Checks of a :class:`~omnistage.ChunkProcessor` that takes the ids that you say.
+
+    Args:
+        ids: A range that ids are drawn from, at random and as codebooks that follow one another
+            would be; or the very ids of a request, in order, for a processor to which their order
+            means more.
+
+    Raises:
+        ValueError: No ids, or one that vLLM cannot sample.
+    """
+    if not ids or min(ids) < 0:
+        raise ValueError("ids must be at least one id, and none of them negative")
+    return contract(
+        declares_itself,
+        reaches_the_engine_process,
+        gives_the_same_however_ids_are_grouped,
+        keeps_requests_apart,
+        ends_a_request_that_sampled_nothing,
+        counts_what_it_drops,
+        emits_something,
+        ids=ids,
+    )
+
+
+PROCESSOR_CONTRACT: Final = processor_contract()
+"""Checks of a :class:`~omnistage.ChunkProcessor` that takes ids below 4096.
+
+Each takes what makes the processor; :func:`processor_contract` is for those that take others.
 """
 
 
@@ -103,6 +141,7 @@ class _Run:
         self._state: Any = processor.open(request_id, Start())
         self._position = 0
         self._ids: list[int] = []
+        self.has_emitted = False
         self._dropped = 0
 
     @property
@@ -122,13 +161,24 @@ class _Run:
         assert isinstance(emission, Emission), (
             f"it returned {type(emission).__name__}, expected Emission or None"
         )
-        self._ids += [operator.index(i) for i in emission.ids]
-        assert all(i >= 0 for i in self._ids), "it emitted a negative id"
+        new = [operator.index(i) for i in emission.ids]
+        for i in new:
+            assert 0 <= i < _LARGEST, f"it emitted {i}; an id must be in [0, 2**63)"
+        self._ids += new
+        self.has_emitted = bool(self.has_emitted or new or emission.tensors)
         self._dropped += operator.index(emission.dropped)
 
 
-def _sampled(seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(_VOCABULARY), k=_IDS)
+def _sampled(ids: Ids, seed: int = 0) -> list[int]:
+    if not isinstance(ids, range):
+        return list(ids)
+    draw = random.Random(seed)
+    sampled = draw.choices(ids, k=_DRAWN)
+    for books in _CODEBOOKS:  # whole frames, should the range be that of so many codebooks
+        parts = [ids[len(ids) * k // books : len(ids) * (k + 1) // books] for k in range(books)]
+        if all(parts):
+            sampled += [draw.choice(part) for part in [*parts, *parts]]
+    return sampled
 
 
 def _run(

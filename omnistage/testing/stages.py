@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+import threading
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from omnistage.errors import DecoderError, OmniStageError, StageClosed
 from omnistage.request import AudioChunk, FinishReason, Pcm, Terminal
 from omnistage.stages.base import AudioSink, AudioStage, Stage
+from omnistage.testing.checks import contract
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -19,6 +21,8 @@ _S = TypeVar("_S", bound=Stage)
 
 _RATE: Final = 24_000
 _SECONDS: Final = 5.0
+_LATE_SECONDS: Final = 0.05  # what comes within this after an end is found
+_DECODER: Final = "voice"  # no default, so that a chunk that was made anew is told apart
 _END: Final = Terminal(FinishReason.STOP, 40)
 
 
@@ -59,7 +63,7 @@ def drains_at_once_when_idle(make: Callable[[], Stage]) -> None:
     _run(check)
 
 
-STAGE_CONTRACT: Final[Sequence[Callable[[Callable[[], Any]], None]]] = (
+STAGE_CONTRACT: Final = contract(
     lives_and_ends,
     closes_twice_and_unstarted,
     drains_at_once_when_idle,
@@ -127,7 +131,7 @@ def keeps_requests_apart(make: Callable[[], AudioStage]) -> None:
             entries = [stage.open(sink.request_id, sink) for sink in sinks]
             for index, pair in enumerate(zip(first, second, strict=True)):
                 for sink, entry, pcm in zip(sinks, entries, pair, strict=True):
-                    entry.on_chunk(AudioChunk(sink.request_id, index, pcm, _RATE))
+                    entry.on_chunk(_chunk(sink.request_id, index, pcm))
                     await asyncio.sleep(0)
             for sink, entry, expected in zip(sinks, entries, alone, strict=True):
                 entry.on_end(_END)
@@ -144,7 +148,7 @@ def passes_errors_on(make: Callable[[], AudioStage]) -> None:
         async with _running(make) as stage:
             sink = _Sink("r")
             entry = stage.open("r", sink)
-            entry.on_chunk(AudioChunk("r", 0, _audio(1)[0], _RATE))
+            entry.on_chunk(_chunk("r", 0, _audio(1)[0]))
             error = DecoderError("on purpose")
             entry.on_error(error)
             await sink.ended()
@@ -160,17 +164,18 @@ def is_silent_once_dropped(make: Callable[[], AudioStage]) -> None:
         async with _running(make) as stage:
             sink = _Sink("r")
             entry = stage.open("r", sink)
-            entry.on_chunk(AudioChunk("r", 0, _audio(1)[0], _RATE))
+            entry.on_chunk(_chunk("r", 0, _audio(1)[0]))
             stage.drop("r")
             heard = len(sink.chunks)
             await _soon(stage.release("r"), "release() of a dropped request does not return")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(_LATE_SECONDS)
             assert len(sink.chunks) == heard, "a chunk came after drop()"
             assert sink.outcome is None, "an end came after drop()"
             stage.drop("r")
             stage.drop("never-opened")
             await _soon(stage.release("never-opened"), "release() of an unknown id does not return")
-            assert (await _play(stage, "next", _audio(1))).outcome == _END
+            outcome = (await _play(stage, "next", _audio(1))).outcome
+            assert outcome == _END, f"the end of the request after a dropped one is {outcome!r}"
 
     _run(check)
 
@@ -191,7 +196,7 @@ def waits_for_open_requests_when_draining(make: Callable[[], AudioStage]) -> Non
                 pass
             else:
                 raise AssertionError("a draining stage must refuse requests with StageClosed")
-            entry.on_chunk(AudioChunk("r", 0, _audio(1)[0], _RATE))
+            entry.on_chunk(_chunk("r", 0, _audio(1)[0]))
             entry.on_end(_END)
             await sink.ended()
             await _soon(draining, "drain() does not return after the last request")
@@ -199,15 +204,17 @@ def waits_for_open_requests_when_draining(make: Callable[[], AudioStage]) -> Non
     _run(check)
 
 
-AUDIO_STAGE_CONTRACT: Final[Sequence[Callable[[Callable[[], Any]], None]]] = (
+AUDIO_STAGE_CONTRACT: Final = (
     *STAGE_CONTRACT,
-    passes_audio_on_in_order,
-    ends_without_audio,
-    gives_the_same_in_any_chunks,
-    keeps_requests_apart,
-    passes_errors_on,
-    is_silent_once_dropped,
-    waits_for_open_requests_when_draining,
+    *contract(
+        passes_audio_on_in_order,
+        ends_without_audio,
+        gives_the_same_in_any_chunks,
+        keeps_requests_apart,
+        passes_errors_on,
+        is_silent_once_dropped,
+        waits_for_open_requests_when_draining,
+    ),
 )
 """Checks of an :class:`~omnistage.AudioStage`, those of any stage included.
 
@@ -222,6 +229,8 @@ class _Sink:
         self.request_id = request_id
         self.chunks: list[AudioChunk] = []
         self.outcome: Terminal | OmniStageError | None = None
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._over = asyncio.Event()
         self._complaint: str | None = None
 
@@ -230,35 +239,57 @@ class _Sink:
         return np.concatenate([np.zeros(0, np.float32), *(chunk.pcm for chunk in self.chunks)])
 
     def on_chunk(self, chunk: AudioChunk) -> None:
+        self._check_thread("on_chunk")
         if self.outcome is not None:
             self._complain("a chunk came after the end")
         elif chunk.index != len(self.chunks):
             self._complain(f"chunk {chunk.index} came where {len(self.chunks)} was due")
         elif chunk.request_id != self.request_id:
             self._complain(f"a chunk of {chunk.request_id} came to {self.request_id}")
+        elif chunk.decoder != _DECODER:
+            self._complain(f"chunk.decoder came as {chunk.decoder!r}, it went in as {_DECODER!r}")
         elif chunk.pcm.dtype != np.float32 or chunk.pcm.ndim != 1 or not len(chunk.pcm):
             self._complain(f"a chunk is {chunk.pcm.dtype} {list(chunk.pcm.shape)}")
+        elif not np.isfinite(chunk.pcm).all():
+            self._complain("a chunk has samples that are not finite")
         self.chunks.append(chunk)
 
     def on_end(self, terminal: Terminal) -> None:
+        self._check_thread("on_end")
         self._finish(terminal)
 
     def on_error(self, error: OmniStageError) -> None:
+        self._check_thread("on_error")
         self._finish(error)
 
     async def ended(self) -> None:
+        """Return when the request has ended, once and as promised."""
         await _soon(self._over.wait(), f"request {self.request_id} does not end")
+        await asyncio.sleep(_LATE_SECONDS)  # for what must not come any more
         assert self._complaint is None, self._complaint
 
     def _finish(self, outcome: Terminal | OmniStageError) -> None:
         if self.outcome is not None:
             self._complain("a second end came")
         self.outcome = outcome
-        self._over.set()
+        self._wake()
+
+    def _check_thread(self, what: str) -> None:
+        if threading.get_ident() != self._thread:
+            self._complain(f"{what} was called from another thread than the event loop's")
 
     def _complain(self, what: str) -> None:
         # Not raised here: that would be the stage's to handle.
         self._complaint = self._complaint or what
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed: so late that nobody listens
+            self._loop.call_soon_threadsafe(self._over.set)
+
+
+def _chunk(request_id: str, index: int, pcm: Pcm) -> AudioChunk:
+    return AudioChunk(request_id, index, pcm, _RATE, _DECODER)
 
 
 def _audio(seed: int) -> list[Pcm]:
@@ -272,7 +303,7 @@ async def _play(stage: AudioStage, request_id: str, pieces: Sequence[Pcm]) -> _S
     sink = _Sink(request_id)
     entry: AudioSink = stage.open(request_id, sink)
     for index, pcm in enumerate(pieces):
-        entry.on_chunk(AudioChunk(request_id, index, pcm, _RATE))
+        entry.on_chunk(_chunk(request_id, index, pcm))
     entry.on_end(_END)
     await sink.ended()
     return sink

@@ -88,14 +88,15 @@ def test_our_audio_stages_keep_theirs(check: Check, make: Any) -> None:
 
 
 def breaches(contract: Sequence[Check], make: Any) -> set[str]:
-    """The checks that something fails."""
-    failed = set()
+    """The checks that something fails, each with a sentence."""
+    failed = {}
     for check in contract:
         try:
             check(make)
-        except Exception:
-            failed.add(check.__name__)
-    return failed
+        except AssertionError as error:
+            failed[check.__name__] = str(error)
+    assert all(failed.values())
+    return set(failed)
 
 
 class Echo(FakeDecoder):
@@ -209,7 +210,7 @@ class Unsaid(TokenUpdates):
         (Grouped, "gives_the_same_however_ids_are_grouped"),
         (Shared, "keeps_requests_apart"),
         (Local, "reaches_the_engine_process"),
-        (Silent, "counts_what_it_drops"),
+        (Silent, "emits_something"),
         (Final, "ends_a_request_that_sampled_nothing"),
         (Unsaid, "declares_itself"),
     ],
