@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from omnistage.cli.timeline import Timeline, check_drawable, draw, recording
+from omnistage.cli.timeline import SUBSCRIBER, Timeline, check_drawable, draw, recording
 from omnistage.errors import (
     ClientError,
     ConfigError,
@@ -151,10 +151,11 @@ async def _speak(
             started = time.monotonic()
             status.update("speaking")
             pieces: list[Pcm] = []
-            recorder = recording(pipeline, "decoder", timeline) if record else nullcontext()
+            recorder = recording(pipeline, timeline) if record else nullcontext()
+            subscribers = [SUBSCRIBER] if record else []
             async with recorder as complete:
                 timeline.start()
-                async with pipeline.submit(text, seed=seed) as stream:
+                async with pipeline.submit(text, seed=seed, subscribers=subscribers) as stream:
                     async for chunk in stream:
                         timeline.heard(chunk)
                         pieces.append(chunk.pcm)

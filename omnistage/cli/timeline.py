@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from omnistage.request import AudioChunk
 
 FORMATS: Final = (".png", ".svg", ".pdf")
+SUBSCRIBER: Final = "timeline"
+"""What a submission names, ``subscribers=[SUBSCRIBER]``, to be recorded."""
+
 _LAST_UPDATE_SECONDS: Final = 2.0
 
 _TEXT: Final = "#333333"
@@ -84,14 +87,14 @@ class Timeline:
 
 @asynccontextmanager
 async def recording(
-    pipeline: Pipeline, decoder: str, timeline: Timeline
+    pipeline: Pipeline, timeline: Timeline
 ) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
-    """Record the steps of what one submission samples inside, in however many requests.
+    """Record the steps of the one submission inside that names :data:`SUBSCRIBER`.
 
     Yields:
         What to await with the number of ids that the submission sampled, to have them all recorded.
     """
-    async with subscribe(pipeline.endpoints, subscriber=decoder) as updates:
+    async with subscribe(pipeline.endpoints, subscriber=SUBSCRIBER) as updates:
         ended = 0
         news = asyncio.Event()
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omnistage.cli.timeline import Timeline, check_drawable, draw, recording
+from omnistage.cli.timeline import SUBSCRIBER, Timeline, check_drawable, draw, recording
 from omnistage.config import DecoderStageConfig
 from omnistage.errors import ClientError, UpdatesLost
 from omnistage.pipeline import Pipeline
@@ -40,10 +40,10 @@ async def test_every_step_and_chunk_of_a_request_is_recorded() -> None:
     script = Script(ids=range(60), ids_per_step=3, first_after=0.05, step_after=0.005)
     async with (
         Pipeline(ar=scripted(script), decoder=decoder) as pipeline,
-        recording(pipeline, "decoder", timeline) as complete,
+        recording(pipeline, timeline) as complete,
     ):
         timeline.start()
-        async for chunk in pipeline.submit("Hello."):
+        async for chunk in pipeline.submit("Hello.", subscribers=SUBSCRIBER):
             timeline.heard(chunk)
         await complete(60)
     assert [ids for _, ids in timeline.steps] == [3] * 20
@@ -62,9 +62,9 @@ async def test_a_text_of_several_requests_is_recorded_to_its_end() -> None:
     ar = scripted(script, split=lambda _: pieces)
     async with (
         Pipeline(ar=ar, decoder=DecoderStageConfig(build=FakeDecoder)) as pipeline,
-        recording(pipeline, "decoder", timeline) as complete,
+        recording(pipeline, timeline) as complete,
     ):
-        usage = await pipeline.submit("Hello.").finished()
+        usage = await pipeline.submit("Hello.", subscribers=SUBSCRIBER).finished()
         await complete(usage.output_tokens)
     assert sum(ids for _, ids in timeline.steps) == usage.output_tokens == 15_000
 
@@ -82,9 +82,9 @@ async def test_a_recording_goes_on_behind_a_gap(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Subscription, "__anext__", once)
     async with (
         Pipeline(ar=scripted(Script(ids=range(60))), decoder=None) as pipeline,
-        recording(pipeline, "tokens", timeline) as complete,
+        recording(pipeline, timeline) as complete,
     ):
-        await pipeline.submit("Hello.", subscribers="tokens").finished()
+        await pipeline.submit("Hello.", subscribers=SUBSCRIBER).finished()
         await complete(60)
     assert sum(ids for _, ids in timeline.steps) == 60
 
