@@ -107,7 +107,8 @@ except KeyboardInterrupt:
     print([t.name for t in threading.enumerate() if "speaker" in t.name])
 """
     done = run(program)
-    assert (done.stdout, done.stderr, done.returncode) == ("[]\n", "", 0)
+    assert (done.stdout, done.returncode) == ("[]\n", 0)
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.vllm
