@@ -39,7 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--begin",
         type=Path,
         metavar="MODEL",
-        help="a model directory: the talker's training begins with its weights",
+        help="a model directory: the talker's training begins with its weights, and what is "
+        "exported is the mean of both",
     )
     parser.add_argument("--tokens", type=int, help="ids that the talker's training sees")
     parser.add_argument("--batch", type=int, help="ids of one of its steps")

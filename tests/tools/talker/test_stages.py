@@ -135,6 +135,14 @@ def test_the_talker_can_begin_with_another_ones_weights(run: Run, tmp_path: Path
     assert loss != pytest.approx(untrained, abs=0.5)
 
 
+def test_what_began_with_another_ones_weights_is_exported_as_the_mean(copy: Run) -> None:
+    export.export(Run(copy.folder, copy.settings, begin=CHECKPOINT))
+    trained = talker.load(copy).state_dict()["model.norm.weight"]
+    first = load_file(CHECKPOINT / "model.safetensors")["model.norm.weight"]
+    mean = load_file(copy.folder / "export" / "model.safetensors")["model.norm.weight"]
+    torch.testing.assert_close(mean, ((trained + first.float()) / 2).bfloat16())
+
+
 @pytest.mark.parametrize(
     ("stage", "first"),
     [
