@@ -22,12 +22,18 @@ def sandbox(tmp_path: Path) -> Sandbox:
 
 
 @pytest.fixture
-def old_vllm(tmp_path: Path) -> Sandbox:
+def short_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with room in its path for sockets, whatever the test is called."""
+    return tmp_path_factory.mktemp("cli")
+
+
+@pytest.fixture
+def old_vllm(short_path: Path) -> Sandbox:
     """A sandbox in which vLLM's metadata names a version that is out of range."""
-    metadata = tmp_path / "shadow" / "vllm-0.30.1.dist-info" / "METADATA"
+    metadata = short_path / "shadow" / "vllm-0.30.1.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.30.1\n")
-    return Sandbox(tmp_path, PYTHONPATH=str(tmp_path / "shadow"))
+    return Sandbox(short_path, PYTHONPATH=str(short_path / "shadow"))
 
 
 @pytest.mark.parametrize(
@@ -140,14 +146,14 @@ def test_under_another_event_loop_the_pipeline_is_refused_with_a_sentence() -> N
     entering.close()
 
 
-def test_a_package_that_breaks_vllm_is_named_with_its_cure(tmp_path: Path) -> None:
-    package = tmp_path / "shadow" / "torchvision"
+def test_a_package_that_breaks_vllm_is_named_with_its_cure(short_path: Path) -> None:
+    package = short_path / "shadow" / "torchvision"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text('raise RuntimeError("operator nms does not exist")\n')
-    metadata = tmp_path / "shadow" / "torchvision-0.28.0.dist-info" / "METADATA"
+    metadata = short_path / "shadow" / "torchvision-0.28.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
-    sandbox = Sandbox(tmp_path, PYTHONPATH=str(tmp_path / "shadow"))
+    sandbox = Sandbox(short_path, PYTHONPATH=str(short_path / "shadow"))
     spoken = sandbox.run(COMMAND, "speak", "Hi.", "-o", "a.wav")
     assert spoken.code == 3
     assert "operator nms does not exist" in spoken.stderr
