@@ -23,7 +23,7 @@ class TestStages:
         assert ar.model == str(CHECKPOINT)
         assert ar.engine_args["skip_tokenizer_init"]
         assert decoder.chunks == TALKER.chunks
-        assert WindowedDecoder(decoder.build()).decode_clip(speech()).shape == (48 * 600,)
+        assert WindowedDecoder(decoder.build()).decode_clip(speech()).shape == (47 * 600,)
 
     def test_can_be_changed_by_field(self) -> None:
         default, _ = load_preset("talker")
