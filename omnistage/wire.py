@@ -7,43 +7,30 @@ nothing else.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
 from omnistage.errors import ConfigError, OmniStageError, ProtocolError
 from omnistage.request import Start, Terminal, check_name
+from omnistage.tensors import ITEM_BYTES as ITEM_BYTES
+from omnistage.tensors import MAX_BUFFER_BYTES as MAX_BUFFER_BYTES
+from omnistage.tensors import MAX_BUFFERS as MAX_BUFFERS
+from omnistage.tensors import Buffer as Buffer
+from omnistage.tensors import TensorInfo as TensorInfo
+from omnistage.tensors import buffer_bytes as buffer_bytes
+from omnistage.tensors import check_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PROTOCOL_VERSION: Final = 1
 MAX_HEADER_BYTES: Final = 64 << 20
-MAX_BUFFER_BYTES: Final = 256 << 20
-MAX_BUFFERS: Final = 16_384
 MAX_CONSUMERS: Final = 64
 MAX_ID: Final = 512
 """Characters of a request's id, which every update of it repeats."""
 
 _END: Final = b"\x00"
-ITEM_BYTES: Final[dict[str, int]] = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-}
-"""Bytes an element of each dtype that may cross."""
-
-Buffer = bytes | bytearray | memoryview
 
 
 def topic(channel: str, subscriber: str) -> bytes:
@@ -73,24 +60,6 @@ def parse_topic(raw: bytes) -> tuple[str, str]:
     except (ValueError, ConfigError) as error:
         raise ProtocolError(f"not a topic: {raw[:80]!r}") from error
     return channel, subscriber
-
-
-class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that travels as a raw buffer after the header.
-
-    Args:
-        name: Key of the payload.
-        dtype: One of :data:`ITEM_BYTES`.
-        shape: Its shape; the first dimension is rows.
-        first_row: Absolute position of its first row in the request.
-        frame: Index of its buffer among the message's buffers, from 0.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    first_row: int
-    frame: int
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -261,7 +230,7 @@ def decode_data(header: Buffer, buffers: Sequence[Buffer] = ()) -> DataMessage:
     """
     message = _decode(_data_decoder, header)
     if isinstance(message, Data):
-        _check_tensors(message, buffers)
+        check_tensors([i for update in message.updates for i in update.tensors], buffers)
     elif buffers:
         raise ProtocolError(f"a {type(message).__name__} message carries no buffers")
     return message
@@ -347,39 +316,3 @@ def _mismatch(version: object) -> str:
         f"peer speaks protocol {version}, this side {PROTOCOL_VERSION}; "
         "install the same omnistage release on both"
     )
-
-
-def _check_tensors(message: Data, buffers: Sequence[Buffer]) -> None:
-    if len(buffers) > MAX_BUFFERS:
-        raise ProtocolError(f"{len(buffers)} buffers exceed the limit of {MAX_BUFFERS}")
-    claimed = [info for update in message.updates for info in update.tensors]
-    if sorted(info.frame for info in claimed) != list(range(len(buffers))):
-        raise ProtocolError(f"{len(claimed)} tensors do not match {len(buffers)} buffers")
-    for info in claimed:
-        size = buffer_bytes(info)
-        actual = memoryview(buffers[info.frame]).nbytes
-        if size != actual:
-            raise ProtocolError(
-                f"tensor {info.name!r} {info.dtype}{list(info.shape)} needs {size} bytes, "
-                f"its buffer has {actual}"
-            )
-
-
-def buffer_bytes(info: TensorInfo) -> int:
-    """Bytes that a tensor of this dtype and shape occupies.
-
-    Raises:
-        ProtocolError: An unknown dtype, a negative dimension, or more than
-            :data:`MAX_BUFFER_BYTES`.
-    """
-    item = ITEM_BYTES.get(info.dtype)
-    if item is None:
-        raise ProtocolError(f"tensor {info.name!r} has unknown dtype {info.dtype!r}")
-    if len(info.shape) > 8 or any(n < 0 for n in info.shape) or info.first_row < 0:
-        raise ProtocolError(f"tensor {info.name!r} has impossible shape {info.shape[:9]}")
-    size = item * math.prod(info.shape)
-    if size > MAX_BUFFER_BYTES:
-        raise ProtocolError(
-            f"tensor {info.name!r} of {size} bytes exceeds the limit of {MAX_BUFFER_BYTES}"
-        )
-    return size
