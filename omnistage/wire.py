@@ -1,13 +1,13 @@
 """Messages and their frames: the only place that knows what omnistage's bytes look like.
 
-A message on the data socket is ``topic | msgpack header | raw buffers``; on the control socket it
-is the header alone. Every decode validates before it allocates and raises :class:`ProtocolError`,
-nothing else.
+A message on the data socket is ``topic | msgpack header | raw buffers``, and so is one that is sent
+again on the delivery socket; all others are the header alone. Every decode validates before it
+allocates and raises :class:`ProtocolError`, nothing else.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -118,12 +118,79 @@ class Subscribed(msgspec.Struct, frozen=True, array_like=True, tag="subscribed")
         epoch: As in :class:`Data`.
         dp_index: As in :class:`Data`.
         next_sequence: The sequence that the topic's next data message will have.
+        delivery: The endpoint of this publisher's delivery socket.
     """
 
     version: int
     epoch: int
     dp_index: int
     next_sequence: int
+    delivery: str = ""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
+    """A subscriber's process has everything below these sequences; also its sign of life.
+
+    Args:
+        version: :data:`PROTOCOL_VERSION` of the sender.
+        epoch: The epoch of the publisher that is meant.
+        positions: (topic, the sequence it expects next).
+    """
+
+    version: int
+    epoch: int
+    positions: tuple[tuple[bytes, Count], ...]
+
+
+class Replay(msgspec.Struct, frozen=True, array_like=True, tag="replay"):
+    """A subscriber lacks messages: the publisher sends again what it still has of them.
+
+    Args:
+        version: :data:`PROTOCOL_VERSION` of the sender.
+        epoch: As in :class:`Ack`.
+        topic: Whose messages.
+        first: The first sequence it lacks.
+        end: The one behind the last.
+    """
+
+    version: int
+    epoch: int
+    topic: bytes
+    first: Count
+    end: Count
+
+
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+    """A subscriber has closed: what is retained for it can go.
+
+    Args:
+        version: :data:`PROTOCOL_VERSION` of the sender.
+        epoch: As in :class:`Ack`.
+        topic: What it does not want any more.
+    """
+
+    version: int
+    epoch: int
+    topic: bytes
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
+    """A publisher lives, and this is how far the topics are that a peer acknowledges.
+
+    Args:
+        version: :data:`PROTOCOL_VERSION` of the sender.
+        epoch: As in :class:`Data`.
+        dp_index: As in :class:`Data`.
+        topics: (topic, the oldest sequence that can be sent again, the next one's sequence).
+    """
+
+    version: int
+    epoch: int
+    dp_index: int
+    topics: tuple[tuple[bytes, Count, Count], ...]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -208,15 +275,17 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
 
 DataMessage = Data | Subscribed
 ControlMessage = Hello | Failed | Release | Released
+DeliveryMessage = Ack | Replay | Leave | Heartbeat
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 _data_decoder = msgspec.msgpack.Decoder(DataMessage)
 _control_decoder = msgspec.msgpack.Decoder(ControlMessage)
+_delivery_decoder = msgspec.msgpack.Decoder(DeliveryMessage)
 _admission_decoder = msgspec.msgpack.Decoder(Admission)
 
 
-def encode(message: DataMessage | ControlMessage | Admission) -> bytes:
+def encode(message: DataMessage | ControlMessage | DeliveryMessage | Admission) -> bytes:
     """The msgpack header of a message."""
     return _encoder.encode(message)
 
@@ -236,18 +305,6 @@ def decode_data(header: Buffer, buffers: Sequence[Buffer] = ()) -> DataMessage:
     return message
 
 
-def sequence_of(header: Buffer) -> tuple[int, int, int] | None:
-    """What can be read of a data header that does not decode: (epoch, dp index, sequence)."""
-    try:
-        fields: Any = msgspec.msgpack.decode(header)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None
-    if not isinstance(fields, list) or len(fields) < 5 or fields[:2] != ["data", PROTOCOL_VERSION]:
-        return None
-    numbers = fields[2:5]
-    return (numbers[0], numbers[1], numbers[2]) if all(type(n) is int for n in numbers) else None
-
-
 def decode_control(header: Buffer) -> ControlMessage:
     """Decode and validate a control message.
 
@@ -255,6 +312,15 @@ def decode_control(header: Buffer) -> ControlMessage:
         ProtocolError: Another version or malformed bytes.
     """
     return _decode(_control_decoder, header)
+
+
+def decode_delivery(header: Buffer) -> DeliveryMessage:
+    """Decode and validate a message of the delivery socket that is no data.
+
+    Raises:
+        ProtocolError: Another version or malformed bytes.
+    """
+    return _decode(_delivery_decoder, header)
 
 
 def decode_admission(raw: object) -> Admission:
