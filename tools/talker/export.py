@@ -60,3 +60,4 @@ def _save(path: Path, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
     stored = {name: value.to(dtype).contiguous() for name, value in weights.items()}
     with written(path) as draft:
         save_file(stored, draft, metadata={"format": "pt"})
+        draft.chmod(0o644)  # safetensors' own is the owner's alone, and a wheel keeps it
