@@ -21,7 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ALLOWED = [
     # One private directory on the local disk, made when a pipeline starts and removed when it ends.
     ("omnistage/transport/endpoints.py", {"__init__", "close"}),
-    ("omnistage/core/engine.py", {"attach"}),
+    ("omnistage/core/engine.py", {"attach", "_remove"}),
     # What is installed, and what a preset or a ready engine is: read once, before the start.
     ("omnistage/stages/environment.py", {"check_environment"}),
     ("omnistage/core/engine.py", {"adopt"}),

@@ -112,6 +112,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_no_process_or_directory_of_an_engines_is_left(
     tmp_path_factory: pytest.TempPathFactory,

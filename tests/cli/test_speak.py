@@ -132,6 +132,7 @@ def test_the_timeline_is_a_picture(runs: tuple[Spoken, Spoken]) -> None:
     assert len(picture) > 10_000
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_drawn_ends_with_1_and_leaves_the_wav(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

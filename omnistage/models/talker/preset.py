@@ -191,8 +191,8 @@ TALKER = TalkerPreset(
             "kv_cache_memory_bytes": 2**28,  # 100,000 tokens; 16 full streams need a third
         }
     ),
-    # The first chunk plays for 150 ms and is there 80 ms after the request; the growth keeps every
+    # The first chunk plays for 200 ms and is there 70 ms after the request; the growth keeps every
     # later one shorter than what is still to be played, with eight streams at once.
-    chunks=ChunkPolicy(first=8, growth=1.5, steady=32),
+    chunks=ChunkPolicy(first=10, growth=1.4, steady=32),
 )
 """The talker that comes with the package."""

@@ -125,13 +125,13 @@ def test_sampled_ids_sound_like_speech(talker: TalkerDecoder) -> None:
     assert np.abs(pcm[-2400:]).max() < 0.02
 
 
-def test_the_first_chunk_of_the_preset_is_150_ms_of_sound(talker: TalkerDecoder) -> None:
+def test_the_first_chunk_of_the_preset_is_200_ms_of_sound(talker: TalkerDecoder) -> None:
     windowed = WindowedDecoder(talker)
     stream = windowed.open()
     size = TALKER.chunks.size(0)
     stream.push(speech()[: size + talker.right_context])
     assert stream.ready(size)
-    assert len(windowed.decode([(stream, size)])[0]) == 3600
+    assert len(windowed.decode([(stream, size)])[0]) == 4800
 
 
 def test_a_phone_that_does_not_exist_is_an_unknown_one(talker: TalkerDecoder) -> None:

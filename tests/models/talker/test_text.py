@@ -176,10 +176,10 @@ class TestLongText:
     def test_of_64_words_is_taken_with_a_warning(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING):
             assert spoken("go " * 64).count("|") == 64
-        assert "64 words is longer than the 13" in caplog.text
+        assert "64 words is longer than the 18" in caplog.text
 
-    def test_of_13_words_is_taken_without(self, caplog: pytest.LogCaptureFixture) -> None:
-        STEP.prompt_ids("go " * 13)
+    def test_of_18_words_is_taken_without(self, caplog: pytest.LogCaptureFixture) -> None:
+        STEP.prompt_ids("go " * 18)
         assert not caplog.records
 
     @pytest.mark.parametrize(
