@@ -1,8 +1,8 @@
 """The publisher: one thread that owns an engine core's sockets and sends what is handed over.
 
-It numbers the messages of each topic, keeps them until they are acknowledged, answers
-subscriptions, reports failed requests over the control socket and ends the engine when the process
-that started it is gone. It knows no request and no scheduler.
+It numbers the messages of each topic, answers subscriptions, reports failed requests over the
+control socket and ends the engine when the process that started it is gone. It knows no request and
+no scheduler.
 """
 
 from __future__ import annotations
@@ -29,15 +29,7 @@ from omnistage.errors import (
     UpdatesLost,
 )
 from omnistage.transport.control import core_identity
-from omnistage.transport.delivery import Delivery
-from omnistage.transport.endpoints import (
-    LINGER_MS,
-    beside,
-    close_quietly,
-    listen,
-    set_options,
-)
-from omnistage.transport.retained import Ledger
+from omnistage.transport.endpoints import LINGER_MS, close_quietly, listen, set_options
 from omnistage.wire import (
     MAX_BUFFERS,
     MAX_HEADER_BYTES,
@@ -63,8 +55,6 @@ log = logging.getLogger(__name__)
 
 MAX_TOPICS: Final = 65_536
 _ORPHAN_GRACE_SECONDS: Final = 5.0
-_FLUSH_SECONDS: Final = 0.5
-"""For the last acknowledgements when it closes; vLLM waits a second in all."""
 
 
 class Outgoing(NamedTuple):
@@ -117,7 +107,7 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Publisher:
-    """A daemon thread around an XPUB, a ROUTER and a DEALER socket, made and used only there.
+    """A daemon thread around an XPUB and a DEALER socket, both made and used only there.
 
     Args:
         source: What to publish.
@@ -130,8 +120,7 @@ class Publisher:
         self._source = source
         self._config = config
         self._dp_index = dp_index
-        self._ledger = Ledger(source.undelivered, max_topics=MAX_TOPICS)
-        self._delivery_endpoint = ""
+        self._next: dict[bytes, int] = {}  # subscribed topic -> sequence of its next message
         self._stopping = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._bound = threading.Event()
@@ -186,17 +175,11 @@ class Publisher:
 
     def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         data, control = context.socket(zmq.XPUB), context.socket(zmq.DEALER)
-        router = context.socket(zmq.ROUTER)
-        for socket in (data, control, router):
-            set_options(socket)
+        set_options(data)
+        set_options(control)
         data.setsockopt(zmq.XPUB_VERBOSE, 1)
         data.setsockopt(zmq.XPUB_NODROP, 1)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer whose connection was cut comes again
-        directory = Path(self._config.directory)
-        endpoint = listen(data, self._config.bind, directory)
-        self._delivery_endpoint = listen(router, beside(self._config.bind), directory)
-        delivery = Delivery(router, self._ledger, epoch=self.epoch, dp_index=self._dp_index)
+        endpoint = listen(data, self._config.bind, Path(self._config.directory))
         self._bound.set()
         control.setsockopt(zmq.ROUTING_ID, core_identity(self._dp_index))
         control.connect(self._config.control)
@@ -204,29 +187,25 @@ class Publisher:
             encode(Hello(PROTOCOL_VERSION, self.epoch, self._dp_index, os.getpid(), endpoint))
         )
         poller = zmq.Poller()
-        for waitable in (self._wake, self._source.fileno(), data, control, router):
+        for waitable in (self._wake, self._source.fileno(), data, control):
             poller.register(waitable, zmq.POLLIN)
         with _watch(self._config.owner_pid) as owner:
             if owner is not None:
                 poller.register(owner, zmq.POLLIN)
             while not self._stopping:
-                ready = dict(poller.poll(delivery.wait_ms()))
+                ready = dict(poller.poll())
                 if owner is not None and owner in ready:
                     _end_orphan(poller, owner, self._config.directory)
                 # Subscriptions first: a request is admitted only after its subscription was
-                # answered. Then acknowledgements, which give credit.
+                # answered.
                 self._answer_subscriptions(data)
-                if router in ready:
-                    delivery.receive()
-                delivery.beat()
-                self._publish(data, control, delivery)
+                self._publish(data, control)
                 # Releases last: what the scheduler handed over before them has left by now.
                 if control in ready:
                     self._answer_releases(control)
-        self._publish(data, control, delivery)
-        delivery.flush(_FLUSH_SECONDS)
-        for socket in (data, control, router):
-            close_quietly(socket)
+        self._publish(data, control)
+        close_quietly(data)
+        close_quietly(control)
 
     def _answer_releases(self, control: zmq.Socket[bytes]) -> None:
         while True:
@@ -243,63 +222,50 @@ class Publisher:
                 with contextlib.suppress(zmq.Again):  # 1000 unread: the AR stage is gone
                     control.send(encode(answer), zmq.NOBLOCK)
 
-    def _publish(
-        self, data: zmq.Socket[bytes], control: zmq.Socket[bytes], delivery: Delivery
-    ) -> None:
+    def _publish(self, data: zmq.Socket[bytes], control: zmq.Socket[bytes]) -> None:
         for message in self._source.messages():
-            self._send(data, delivery, message)
+            self._send(data, message)
         for failure in self._source.failures():
             try:
                 control.send(encode(failure), zmq.NOBLOCK)
             except zmq.Again:
                 log.error("control socket is full; failure of %s not reported", failure.request_id)
 
-    def _send(self, data: zmq.Socket[bytes], delivery: Delivery, message: Outgoing) -> None:
-        topic = message.topic
-        # It may be sent again later, when its maker has used the memory for something else.
-        buffers = [b if isinstance(b, bytes) else bytes(b) for b in message.buffers]
-        retained = self._ledger.topics.get(topic)
-        if retained is None:
+    def _send(self, data: zmq.Socket[bytes], message: Outgoing) -> None:
+        sequence = self._next.get(message.topic)
+        if sequence is None:
             self._source.undelivered(
-                topic,
+                message.topic,
                 UpdatesLost(
                     "nobody is subscribed as {1!r} on channel {0!r}; a subscription must stand "
-                    "before the request is submitted".format(*parse_topic(topic))
+                    "before the request is submitted".format(*parse_topic(message.topic))
                 ),
             )
             return
+        # Counted even if the send fails, so that a subscriber that recovers sees the gap.
+        self._next[message.topic] = sequence + 1
         header = encode(
             Data(
                 PROTOCOL_VERSION,
                 self.epoch,
                 self._dp_index,
-                retained.next_sequence,
+                sequence,
                 message.stamp,
                 message.updates,
             )
         )
-        if len(header) > MAX_HEADER_BYTES or len(buffers) > MAX_BUFFERS:
-            retained.give_up(stalled=False)
+        if len(header) > MAX_HEADER_BYTES or len(message.buffers) > MAX_BUFFERS:
             self._source.undelivered(
-                topic, ProcessorError("a step's updates are too large for one message")
+                message.topic, ProcessorError("a step's updates are too large for one message")
             )
             return
-        size = len(header) + sum(map(len, buffers))
-        if not retained.admits(size):
-            delivery.receive()  # a burst of messages: the credit may be there, unread
         try:
-            if not retained.admits(size):
-                raise zmq.Again
-            data.send_multipart([topic, header, *buffers], zmq.NOBLOCK)
+            data.send_multipart([message.topic, header, *message.buffers], zmq.NOBLOCK)
         except zmq.Again:
-            # Given up, not left out, so that a subscriber that recovers knows what it lacks.
-            retained.give_up(stalled=True)
             self._source.undelivered(
-                topic,
+                message.topic,
                 SubscriberStalled("the request's subscriber does not read; its queue is full"),
             )
-        else:
-            retained.append((header, *buffers), size)
 
     def _answer_subscriptions(self, data: zmq.Socket[bytes]) -> None:
         while True:
@@ -314,17 +280,13 @@ class Publisher:
                 log.warning("subscription ignored: %s", error)
                 continue
             if kind == b"\x00":
-                self._ledger.unsubscribe(topic)
-            elif kind == b"\x01":
+                self._next.pop(topic, None)
+            elif kind == b"\x01" and (topic in self._next or len(self._next) < MAX_TOPICS):
                 self._confirm(data, topic)
 
     def _confirm(self, data: zmq.Socket[bytes], topic: bytes) -> None:
-        sequence = self._ledger.subscribe(topic)
-        if sequence is None:
-            return
-        record = Subscribed(
-            PROTOCOL_VERSION, self.epoch, self._dp_index, sequence, self._delivery_endpoint
-        )
+        sequence = self._next.setdefault(topic, 0)
+        record = Subscribed(PROTOCOL_VERSION, self.epoch, self._dp_index, sequence)
         try:
             data.send_multipart([topic, encode(record)], zmq.NOBLOCK)
         except zmq.Again:
