@@ -67,6 +67,9 @@ class ARStageConfig:
 class Deadlines:
     """How long a request may be without progress; None for as long as it takes.
 
+    What is late is looked at once more, up to 0.25 s later, before the request fails: a blocked
+    event loop has not read yet what came in time.
+
     Args:
         between_chunks: Seconds from an update or a chunk that was due to the next one. It starts
             with the first update and pauses while the request is preempted or its reader does not

@@ -61,7 +61,7 @@ class Pipeline:
             :func:`~omnistage.attach` before it was made. The pipeline leaves it running.
 
     Raises:
-        ConfigError: Two stages of one name.
+        ConfigError: Two stages of one name, or what is no stage's description.
     """
 
     def __init__(

@@ -68,11 +68,7 @@ class Take:
         return max((part.unread_seconds for part in self._parts), default=0.0)
 
     def start(self, ar: AutoregressiveStage, request: StageRequest) -> None:
-        """Open every branch, then submit to the AR stage.
-
-        Raises:
-            OmniStageError: A stage takes no requests; nothing is left behind.
-        """
+        """Open every branch, then submit to the AR stage; a stage that refuses it ends the take."""
         self._request_id = request.request_id
         try:
             for branch in self._branches:

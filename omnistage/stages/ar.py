@@ -67,7 +67,8 @@ class ARStage:
         llm: An engine that runs already, attached to this stage's configuration; it stays.
 
     Raises:
-        ConfigError: A bind address that is not allowed.
+        ConfigError: A bind address that is not allowed, or a processor or an input adapter that is
+            none.
     """
 
     def __init__(

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Final
 
 from omnistage.errors import DeadlineExceeded
 
-_GRACE_SECONDS: Final = 0.25
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omnistage.config import Deadlines
+
+_GRACE_SECONDS: Final = 0.25
 
 
 class Watch:

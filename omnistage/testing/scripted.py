@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from copy import copy
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Final
@@ -127,7 +128,8 @@ class ScriptedARStage:
     @property
     def closed(self) -> StageClosed | None:
         """Why the stage takes no requests; None while it does."""
-        return self._closed
+        closed = self._closed
+        return None if closed is None else StageClosed(closed.message, stage=closed.stage)
 
     async def start(self) -> None:
         """Start the publisher thread.
@@ -161,8 +163,8 @@ class ScriptedARStage:
         self, request: StageRequest, *, on_done: Callable[[Usage | OmniStageError], None]
     ) -> ARRequest:
         """Start a request; see :meth:`AutoregressiveStage.submit`."""
-        if self._closed is not None:
-            raise StageClosed(self._closed.message, stage=self.name)
+        if (closed := self.closed) is not None:
+            raise closed
         if self._steps is None:
             raise StageClosed("the stage is not started", stage=self.name)
         running = ARRequest(self, request, next(self._generations), on_done)
@@ -190,7 +192,7 @@ class ScriptedARStage:
         finally:
             self._end(record, Ending(reason, tokens))
         if script.error is not None:
-            raise script.error
+            raise copy(script.error)  # each request notes its id on its own
         prompt = request.input.prompt
         return Usage(prompt_tokens=len(prompt), output_tokens=tokens, finish_reason=reason)
 

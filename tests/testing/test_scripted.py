@@ -79,8 +79,11 @@ async def test_steps_come_when_the_script_says() -> None:
 
 async def test_a_scripted_error_ends_the_request() -> None:
     async with pipeline(Script(ids=IDS, error=ServerError("on purpose"))) as running:
-        with pytest.raises(ServerError, match="on purpose"):
-            await running.submit("Hello.").collect()
+        streams = [running.submit("Hello."), running.submit("Hello.")]
+        ends = await asyncio.gather(*(s.collect() for s in streams), return_exceptions=True)
+        for stream, end in zip(streams, ends, strict=True):
+            assert isinstance(end, ServerError)
+            assert (end.message, end.request_id) == ("on purpose", stream.request_id)
         assert not running._running
 
 
