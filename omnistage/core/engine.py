@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 import weakref
 from contextlib import aclosing
 from pathlib import Path
@@ -44,6 +43,7 @@ from omnistage.errors import (
 )
 from omnistage.request import FinishReason, Usage
 from omnistage.transport.endpoints import check_bind, ipc_endpoint
+from omnistage.transport.owner import end_with
 from omnistage.transport.publisher import PublisherConfig
 
 if TYPE_CHECKING:
@@ -333,20 +333,22 @@ def _usage(output: Any) -> Usage:
     )
 
 
-def _detach_signals() -> None:
-    """In a forked engine: have no part in the signals of the application it came from.
+def _detach() -> None:
+    """In a forked engine: end with the application it came from, and have no part in its signals.
 
     asyncio learns of signals through a socket that the fork shares, so that the SIGTERM which ends
     the engine would look like one for the application. And a terminal sends Ctrl-C to the whole
     process group: the application is to end the engine in order, not to find it dead.
     """
-    if _forking.is_set():
+    if _forking:
         signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # asyncio's does nothing; vLLM sets its own
         os.setpgid(0, 0)
+        end_with(*_forking[0])
 
 
-_forking = threading.Event()
-os.register_at_fork(after_in_child=_detach_signals)
+_forking: list[tuple[int, str]] = []  # the owner's pid and directory, while it starts an engine
+os.register_at_fork(after_in_child=_detach)
 
 
 @contextlib.contextmanager
@@ -362,7 +364,7 @@ def _variables(method: str | None, directory: Path) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update({name: value for name, value in changes.items() if value is not None})
     if method == "fork":
-        _forking.set()
+        _forking.append((os.getpid(), str(directory)))
     try:
         yield
     finally:

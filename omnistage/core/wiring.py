@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from omnistage.adapters.processor import ChunkProcessor
+from omnistage.transport.owner import end_with
 from omnistage.transport.publisher import PublisherConfig
 
 if TYPE_CHECKING:
@@ -45,6 +46,12 @@ class WiredConfig(dict[str, Any]):
         self.omnistage = wiring
         self.served = False  # an AR stage has taken the engine
         self.hellos: dict[int, Hello] = {}  # of its publishers, who say it once
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrive in another process: an engine's, which spawning brings this to first of all."""
+        self.__dict__.update(state)
+        publisher = self.omnistage.publisher
+        end_with(publisher.owner_pid, publisher.directory)
 
 
 def wiring_of(vllm_config: Any) -> Wiring | None:

@@ -1,8 +1,7 @@
 """The publisher: one thread that owns an engine core's sockets and sends what is handed over.
 
-It numbers the messages of each topic, answers subscriptions, reports failed requests over the
-control socket and ends the engine when the process that started it is gone. It knows no request and
-no scheduler.
+It numbers the messages of each topic, answers subscriptions and reports failed requests over the
+control socket. It knows no request and no scheduler.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import threading
 from pathlib import Path
@@ -30,6 +28,7 @@ from omnistage.errors import (
 )
 from omnistage.transport.control import core_identity
 from omnistage.transport.endpoints import LINGER_MS, close_quietly, listen, set_options
+from omnistage.transport.owner import end_with
 from omnistage.wire import (
     MAX_BUFFERS,
     MAX_HEADER_BYTES,
@@ -47,14 +46,13 @@ from omnistage.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from omnistage.wire import Buffer
 
 log = logging.getLogger(__name__)
 
 MAX_TOPICS: Final = 65_536
-_ORPHAN_GRACE_SECONDS: Final = 5.0
 
 
 class Outgoing(NamedTuple):
@@ -133,6 +131,8 @@ class Publisher:
         Raises:
             StartupError: It could not bind.
         """
+        # Once more, for an engine that was forked by an application of its own.
+        end_with(self._config.owner_pid, self._config.directory)
         self._thread.start()
         self._bound.wait()
         if self._failure is not None:
@@ -189,20 +189,14 @@ class Publisher:
         poller = zmq.Poller()
         for waitable in (self._wake, self._source.fileno(), data, control):
             poller.register(waitable, zmq.POLLIN)
-        with _watch(self._config.owner_pid) as owner:
-            if owner is not None:
-                poller.register(owner, zmq.POLLIN)
-            while not self._stopping:
-                ready = dict(poller.poll())
-                if owner is not None and owner in ready:
-                    _end_orphan(poller, owner, self._config.directory)
-                # Subscriptions first: a request is admitted only after its subscription was
-                # answered.
-                self._answer_subscriptions(data)
-                self._publish(data, control)
-                # Releases last: what the scheduler handed over before them has left by now.
-                if control in ready:
-                    self._answer_releases(control)
+        while not self._stopping:
+            ready = dict(poller.poll())
+            # Subscriptions first: a request is admitted only after its subscription was answered.
+            self._answer_subscriptions(data)
+            self._publish(data, control)
+            # Releases last: what the scheduler handed over before them has left by now.
+            if control in ready:
+                self._answer_releases(control)
         self._publish(data, control)
         close_quietly(data)
         close_quietly(control)
@@ -291,28 +285,3 @@ class Publisher:
             data.send_multipart([topic, encode(record)], zmq.NOBLOCK)
         except zmq.Again:
             log.warning("subscriber of %r stalled before its subscription was confirmed", topic)
-
-
-@contextlib.contextmanager
-def _watch(pid: int) -> Iterator[int | None]:
-    """A descriptor that gets readable when process ``pid`` ends; None if it is not our parent."""
-    if pid != os.getppid():
-        # In-process engine (or orphaned before we got here: then vLLM's handshake fails by itself).
-        yield None
-        return
-    fd = os.pidfd_open(pid)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _end_orphan(poller: zmq.Poller, owner: int, directory: str) -> None:
-    """Stop the engine whose owner died: politely first, so that workers and files go too."""
-    log.warning("the process that started this engine is gone; stopping")
-    poller.unregister(owner)
-    shutil.rmtree(directory, ignore_errors=True)  # the owner's, who cannot any more
-    os.kill(os.getpid(), signal.SIGTERM)
-    killer = threading.Timer(_ORPHAN_GRACE_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
-    killer.daemon = True
-    killer.start()

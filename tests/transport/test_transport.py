@@ -99,7 +99,7 @@ class Site:
             bind=self.bind,
             directory=str(self.endpoints.directory),
             control=self.control.endpoint,
-            owner_pid=0,
+            owner_pid=os.getpid(),
         )
         self.publishers.append(Publisher(source, config, dp_index=rank))
         self.control.hellos.pop(rank, None)
