@@ -96,6 +96,11 @@ def check_bind(bind: str) -> str:
     )
 
 
+def beside(bind: str) -> str:
+    """Where a second socket binds beside one at ``bind``: a free port of the same host."""
+    return bind if bind == IPC else f"{bind.rpartition(':')[0]}:0"
+
+
 def listen(socket: zmq.Socket[bytes], bind: str, directory: Path) -> str:
     """Bind ``socket`` and return the endpoint that peers connect to.
 

@@ -1,7 +1,7 @@
 """The subscriber: one topic's updates, from every publisher that serves it, on the event loop.
 
-It confirms its subscription, checks the sequence and tells its handler about every gap; what an
-update means is the handler's business.
+It confirms its subscription, hands updates on in order and tells its handler what was lost for
+good; what an update means is the handler's business.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Protocol
 import anyio
 import zmq
 
-from omnistage.errors import ConfigError, ProtocolError, StartupError, UpdatesLost
+from omnistage.errors import ConfigError, ProtocolError, StartupError
 from omnistage.transport.endpoints import close_quietly, set_options
+from omnistage.transport.link import Feed
 from omnistage.transport.reader import SocketReader
-from omnistage.wire import Data, Subscribed, Update, decode_data, sequence_of, topic
+from omnistage.wire import Subscribed, Update, decode_data, topic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from omnistage.errors import UpdatesLost
     from omnistage.transport.endpoints import Endpoints
-    from omnistage.wire import Buffer
+    from omnistage.wire import Buffer, Data
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +50,10 @@ class UpdateHandler(Protocol):
 class Subscriber:
     """Subscribes one topic at one or more publishers.
 
-    Updates of one publisher arrive in order, each once; a gap is reported before the update behind
-    it. Frames that are no message of this protocol are counted and dropped; the gap they leave is
-    noticed.
+    Updates of one publisher arrive in order, each once: what was lost on its way is asked for
+    again, and only what the publisher has not any more is reported as lost, before the update
+    behind it. Frames that are no message of this protocol are counted and dropped, and what they
+    were is asked for again.
 
     Args:
         endpoints: Whose context to use.
@@ -68,8 +71,11 @@ class Subscriber:
         self.topic = topic(channel, subscriber)
         self.malformed = 0
         self._handler = handler
-        self._expected: dict[int, tuple[int, int]] = {}  # dp index -> (epoch, next sequence)
+        self._endpoints = endpoints
+        self._feeds: dict[int, Feed] = {}  # by data-parallel index
+        self._up: set[int] = set()
         self._publishers = 0
+        self._held = False
         self._confirmed = asyncio.Event()
         self._socket = endpoints.context.socket(zmq.SUB)
         set_options(self._socket, linger_ms=0)
@@ -98,23 +104,33 @@ class Subscriber:
             await self._confirmed.wait()
         if scope.cancelled_caught:
             raise StartupError(
-                f"{len(self._expected)} of {self._publishers} publishers confirmed the "
+                f"{len(self._up)} of {self._publishers} publishers confirmed the "
                 f"subscription of {self.topic!r} within {within:g} s; is the AR stage running at "
                 f"{list(publishers)}?"
             )
 
     def pause(self) -> None:
         """Leave messages in the socket, whose queue is bounded. Idempotent."""
+        self._hold(True)
         self._reader.pause()
 
     def resume(self) -> None:
         """Read again. Idempotent."""
+        self._hold(False)
         self._reader.resume()
 
     def close(self) -> None:
         """Stop reading and unsubscribe. Idempotent."""
+        for feed in self._feeds.values():
+            feed.close()
         self._reader.close()
         close_quietly(self._socket)
+
+    def _hold(self, held: bool) -> None:
+        if held != self._held:
+            self._held = held
+            for feed in self._feeds.values():
+                feed.hold(held)
 
     def _on_message(self, frames: list[bytes]) -> None:
         try:
@@ -122,49 +138,46 @@ class Subscriber:
             if len(frames) < 2 or frames[0] != self.topic:
                 raise ProtocolError(f"{len(frames)} frames on topic {frames[0][:80]!r}")
             message = decode_data(frames[1], frames[2:])
+            if isinstance(message, Subscribed):
+                self._on_subscribed(message)
+                return
         except ProtocolError as error:
             self.malformed += 1
             log.warning("message dropped: %s (%d so far)", error, self.malformed)
-            if len(frames) > 1 and frames[0] == self.topic:
-                self._on_unreadable(frames[1], error)
             return
-        if isinstance(message, Subscribed):
-            self._on_subscribed(message)
-        else:
-            self._on_data(message, frames[2:])
+        feed = self._feeds.get(message.dp_index)
+        if feed is not None:  # else it was sent before our subscription was confirmed
+            feed.data(message, frames[2:], sum(map(len, frames)))
 
     def _on_subscribed(self, message: Subscribed) -> None:
-        before = self._expected.get(message.dp_index)
-        now = (message.epoch, message.next_sequence)
-        self._expected[message.dp_index] = now
-        if len(self._expected) >= self._publishers:
+        feed = self._feeds.get(message.dp_index)
+        if feed is None:
+            if len(self._feeds) >= self._publishers:
+                raise ProtocolError(f"a publisher of rank {message.dp_index} that nobody asked for")
+            feed = self._feeds[message.dp_index] = Feed(
+                self._endpoints,
+                self.topic,
+                message.dp_index,
+                on_data=self._on_data,
+                on_lost=self._on_lost,
+                on_up=self._on_up,
+            )
+        feed.subscribed(message)
+
+    def _on_up(self, dp_index: int) -> None:
+        self._up.add(dp_index)
+        if len(self._up) >= self._publishers:
             self._confirmed.set()
-        if before is not None and before != now:
-            what = "restarted" if before[0] != message.epoch else "was reconnected after a loss"
-            self._handler.on_lost(UpdatesLost(f"publisher {message.dp_index} {what}"))
+
+    def _on_lost(self, error: UpdatesLost) -> None:
+        try:
+            self._handler.on_lost(error)
+        except Exception:
+            log.exception("a loss of %r was not taken: its handler raised", self.topic)
 
     def _on_data(self, message: Data, buffers: Sequence[Buffer]) -> None:
-        expected = self._expected.get(message.dp_index)
-        if expected is None or expected[0] != message.epoch:
-            # Sent before our subscription was confirmed, or by a publisher that is gone.
-            return
-        if message.sequence < expected[1]:
-            return
-        self._expected[message.dp_index] = (message.epoch, message.sequence + 1)
-        if message.sequence > expected[1]:
-            missing = message.sequence - expected[1]
-            self._handler.on_lost(UpdatesLost(f"{missing} messages of {self.topic!r} were lost"))
         for update in message.updates:
             try:
                 self._handler.on_update(update, buffers, message.stamp)
             except Exception:
                 log.exception("update of %s lost: its handler raised", update.request_id)
-
-    def _on_unreadable(self, header: bytes, error: ProtocolError) -> None:
-        """Charge a loss to those who are open now, not to who is when the gap shows."""
-        known = sequence_of(header)
-        if known is not None:
-            epoch, dp_index, sequence = known
-            if self._expected.get(dp_index, (None, 0))[0] == epoch:
-                self._expected[dp_index] = (epoch, sequence + 1)
-        self._handler.on_lost(UpdatesLost(f"a message could not be read: {error.message}"))

@@ -39,7 +39,7 @@ def _report(self: Any) -> dict[str, int]:
         "steps waiting": len(collector.steps),
         "open": len(adapter),
         "failures": len(adapter._failures) + len(adapter._ended),
-        "topics": len(publisher._next),
+        "topics": len(publisher._ledger.topics),
         "blocks": pool.num_gpu_blocks - pool.get_num_free_blocks(),
         "threads": threading.active_count(),
         "descriptors": len(os.listdir("/proc/self/fd")),

@@ -40,7 +40,11 @@ ERRORS = [
     for value in vars(errors).values()
     if isinstance(value, type) and issubclass(value, errors.OmniStageError)
 ]
-MESSAGES: list[Any] = [*get_args(wire.DataMessage), *get_args(wire.ControlMessage)]
+MESSAGES: list[Any] = [
+    message
+    for kind in (wire.DataMessage, wire.ControlMessage, wire.DeliveryMessage)
+    for message in get_args(kind)
+]
 INNER: list[Any] = [Update, Start, ChunkPolicy, Terminal, TensorInfo, Admission]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 

@@ -1,0 +1,319 @@
+"""The subscribers' end of delivery: one connection a process and publisher, on the event loop.
+
+All subscribers of one :class:`Endpoints` share it, so that there is one heartbeat however many
+there are. What is in order and what is missing is the reassembly's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import time
+from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
+
+import zmq
+
+from omnistage.errors import ProtocolError, UpdatesLost
+from omnistage.transport.endpoints import close_quietly, set_options
+from omnistage.transport.reader import SocketReader
+from omnistage.transport.reassembly import Gap, Reassembly
+from omnistage.wire import (
+    PROTOCOL_VERSION,
+    Ack,
+    Data,
+    Heartbeat,
+    Leave,
+    Replay,
+    decode_data,
+    decode_delivery,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from omnistage.transport.endpoints import Endpoints
+    from omnistage.wire import Buffer, DeliveryMessage, Subscribed
+
+log = logging.getLogger(__name__)
+
+SILENT_SECONDS: Final = 3.0
+"""A publisher that sends no heartbeat for so long is taken for gone."""
+_PING_SECONDS: Final = 1.0  # how often one that is silent is told that we are here
+_LATE_SECONDS: Final = 0.5  # a timer later than this: the loop stood still, not the publisher
+_LINGER_MS: Final = 100  # for the last acknowledgement; a publisher that is gone takes all of it
+
+Message = tuple[Data, "Sequence[Buffer]"]
+
+_links: WeakKeyDictionary[Endpoints, dict[tuple[str, int], Link]] = WeakKeyDictionary()
+
+
+class Feed:
+    """One publisher's part of a subscription.
+
+    Args:
+        endpoints: Whose context to use.
+        topic: The subscription's.
+        dp_index: The publisher's rank.
+        on_data: Called with each message and its buffers, in order, each once.
+        on_lost: Called wherever messages are missing.
+        on_up: Called when the publisher knows of us.
+    """
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        topic: bytes,
+        dp_index: int,
+        *,
+        on_data: Callable[[Data, Sequence[Buffer]], None],
+        on_lost: Callable[[UpdatesLost], None],
+        on_up: Callable[[int], None],
+    ) -> None:
+        self.topic = topic
+        self.reassembly: Reassembly[Message] = Reassembly()
+        self.up = False
+        self._endpoints = endpoints
+        self._dp_index = dp_index
+        self._on_data = on_data
+        self._on_lost = on_lost
+        self._on_up = on_up
+        self._link: Link | None = None
+        self._held = False
+
+    def subscribed(self, message: Subscribed) -> None:
+        """Take the publisher's answer to our subscription.
+
+        Raises:
+            ProtocolError: It names no delivery endpoint.
+        """
+        now = time.monotonic()
+        if message.epoch != self.reassembly.epoch and not self.reassembly.is_past(message.epoch):
+            link = _link(self._endpoints, message.delivery, message.epoch)
+            self.close()
+            self._link = link
+            link.join(self)
+        out = self.reassembly.subscribed(message.epoch, message.next_sequence, now)
+        self._hand_on(out)
+        self._wake()
+
+    def data(self, message: Data, buffers: Sequence[Buffer], size: int) -> None:
+        """Take a message of ``size`` bytes, from whichever socket."""
+        reassembly = self.reassembly
+        now = time.monotonic()
+        epoch, sequence = message.epoch, message.sequence
+        if reassembly.passes(epoch, sequence, now):
+            self._on_data(message, buffers)
+        else:
+            self._hand_on(reassembly.take(epoch, sequence, (message, buffers), size, now))
+        link = self._link
+        if link is None:
+            return  # closed by what it was handed
+        if reassembly.ack(now):
+            link.ack([self.topic])
+        if reassembly.ack_at < link.due or reassembly.ask_at < link.due:
+            link.wake_at(reassembly.due)
+
+    def replayed(self, message: Data, buffers: Sequence[Buffer], size: int) -> None:
+        """Take a message that was sent again; one that must wait will be asked for again."""
+        if not self._held:
+            self.data(message, buffers, size)
+
+    def heard(self, epoch: int, first: int, next_sequence: int) -> None:
+        """Take what a heartbeat says of our topic."""
+        if not self.up:
+            self.up = True
+            self._on_up(self._dp_index)
+        self._hand_on(self.reassembly.heard(epoch, first, next_sequence, time.monotonic()))
+        self._wake()
+
+    def silent(self) -> None:
+        """Note that the publisher has sent no heartbeat for too long."""
+        what = f"publisher {self._dp_index} has sent no heartbeat for {SILENT_SECONDS:g} s"
+        self._on_lost(UpdatesLost(what))
+
+    def ask(self, now: float) -> tuple[int, int] | None:
+        """Hand on what was waited for long enough, and say what to ask for."""
+        out, wanted = self.reassembly.ask(now)
+        self._hand_on(out)
+        return wanted
+
+    def hold(self, held: bool) -> None:
+        """Note that the data socket is left unread, or read again."""
+        self._held = held
+        self.reassembly.hold(held, time.monotonic())
+        self._wake()
+
+    def close(self) -> None:
+        """Leave the publisher. Idempotent."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.leave(self)
+
+    def _wake(self) -> None:
+        if self._link is not None:
+            self._link.wake_at(self.reassembly.due)
+
+    def _hand_on(self, out: Iterable[Message | Gap]) -> None:
+        for item in out:
+            if self._link is None:
+                return  # closed by what it was handed
+            if isinstance(item, Gap):
+                name = self.topic.rstrip(b"\0").decode()
+                self._on_lost(UpdatesLost(f"publisher {self._dp_index} of {name}: {item.why}"))
+            else:
+                self._on_data(*item)
+
+
+class Link:
+    """A DEALER socket to one publisher's delivery socket.
+
+    Args:
+        endpoints: Whose context to use.
+        endpoint: Where that is.
+        epoch: The publisher's.
+
+    Raises:
+        ProtocolError: It is no endpoint.
+    """
+
+    def __init__(self, endpoints: Endpoints, endpoint: str, epoch: int) -> None:
+        self.due = math.inf
+        self._key = (endpoint, epoch)
+        self._epoch = epoch
+        self._endpoints = endpoints
+        self._feeds: dict[bytes, list[Feed]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._silent = False
+        self._silent_at = time.monotonic() + SILENT_SECONDS
+        self._socket = endpoints.context.socket(zmq.DEALER)
+        set_options(self._socket, linger_ms=_LINGER_MS)
+        # The same after a cut, so that the publisher takes us for whom we are.
+        self._socket.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            close_quietly(self._socket)
+            raise ProtocolError(f"no delivery endpoint: {endpoint[:80]!r}: {error}") from error
+        self._reader = SocketReader(self._socket, self._on_message)
+
+    def join(self, feed: Feed) -> None:
+        """Serve one feed more."""
+        self._feeds.setdefault(feed.topic, []).append(feed)
+        self.wake_at(self._silent_at)
+
+    def leave(self, feed: Feed) -> None:
+        """Serve a feed no more; the last one closes the connection."""
+        feeds = self._feeds[feed.topic]
+        if len(feeds) == 1:
+            self.ack([feed.topic])
+            self._send(Leave(PROTOCOL_VERSION, self._epoch, feed.topic))
+            del self._feeds[feed.topic]
+        else:
+            feeds.remove(feed)
+        if not self._feeds:
+            if self._timer is not None:
+                self._timer.cancel()
+            _links[self._endpoints].pop(self._key, None)
+            self._reader.close()
+            close_quietly(self._socket)
+
+    def ack(self, topics: Iterable[bytes]) -> None:
+        """Acknowledge what all feeds of these topics have."""
+        positions = tuple(
+            (topic, min(feed.reassembly.expected for feed in self._feeds[topic]))
+            for topic in topics
+        )
+        self._send(Ack(PROTOCOL_VERSION, self._epoch, positions))
+
+    def wake_at(self, due: float) -> None:
+        """Look after the feeds at ``due``, or before."""
+        if due >= self.due or not self._feeds:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self.due = due
+        self._timer = self._loop.call_later(max(0.0, due - time.monotonic()), self._on_due)
+
+    def _on_due(self) -> None:
+        if self._socket.closed:
+            return  # with its context, and the subscribers were not asked
+        now = time.monotonic()
+        late = now - self.due > _LATE_SECONDS
+        self.due, self._timer = math.inf, None
+        if now >= self._silent_at:
+            self._on_silence(now, late=late)
+        feeds = [feed for feeds in self._feeds.values() for feed in feeds]
+        if topics := {feed.topic for feed in feeds if feed.reassembly.ack(now)}:
+            self.ack(topics)
+        for feed in feeds:
+            if now >= feed.reassembly.ask_at and (wanted := feed.ask(now)) is not None:
+                self._send(Replay(PROTOCOL_VERSION, self._epoch, feed.topic, *wanted))
+        due = min((f.reassembly.due for fs in self._feeds.values() for f in fs), default=math.inf)
+        self.wake_at(min(due, self._silent_at))
+
+    def _on_silence(self, now: float, *, late: bool) -> None:
+        if late and not self._silent:
+            self._silent_at = now + _LATE_SECONDS  # its heartbeats may be there, unread
+            return
+        self._silent_at = now + _PING_SECONDS
+        if not self._silent:
+            self._silent = True
+            for feed in [feed for feeds in self._feeds.values() for feed in feeds]:
+                feed.silent()
+        if self._feeds:
+            self.ack(self._feeds)
+
+    def _send(self, message: DeliveryMessage) -> None:
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            log.debug("publisher at %s cannot be reached: %s", self._key[0], error)
+        self._reader.touch()
+
+    def _on_message(self, frames: list[bytes]) -> None:
+        try:
+            if len(frames) == 1:
+                self._on_heartbeat(frames[0])
+            else:
+                self._on_replayed(frames)
+        except ProtocolError as error:
+            log.warning("delivery message dropped: %s", error)
+
+    def _on_replayed(self, frames: list[bytes]) -> None:
+        message = decode_data(frames[1], frames[2:])
+        if not isinstance(message, Data):
+            raise ProtocolError(f"a {type(message).__name__} message was sent again")
+        size = sum(map(len, frames))
+        for feed in list(self._feeds.get(frames[0], ())):
+            feed.replayed(message, frames[2:], size)
+
+    def _on_heartbeat(self, header: bytes) -> None:
+        message = decode_delivery(header)
+        if not isinstance(message, Heartbeat) or message.epoch != self._epoch:
+            raise ProtocolError(f"a {type(message).__name__} message that is no heartbeat of ours")
+        self._silent = False
+        self._silent_at = time.monotonic() + SILENT_SECONDS
+        wanted = []
+        for topic, first, next_sequence in message.topics:
+            for feed in list(self._feeds.get(topic, ())):
+                if not first == next_sequence == feed.reassembly.expected or not feed.up:
+                    feed.heard(message.epoch, first, next_sequence)
+                    wanted.append(topic)
+        if len(message.topics) < len(self._feeds):  # it has forgotten us, or not heard of some
+            wanted += self._feeds.keys() - {topic for topic, _, _ in message.topics}
+        # Nothing about topics it knows to be complete: then the answer is only a sign of life.
+        self.ack(topic for topic in dict.fromkeys(wanted) if topic in self._feeds)
+
+
+def _link(endpoints: Endpoints, endpoint: str, epoch: int) -> Link:
+    """The link that these endpoints' subscribers share."""
+    links = _links.setdefault(endpoints, {})
+    link = links.get((endpoint, epoch))
+    if link is None:
+        link = links[endpoint, epoch] = Link(endpoints, endpoint, epoch)
+    return link
