@@ -36,6 +36,7 @@ class ARStageConfig:
             fifth of the time and is safe only while this process has run no torch computation in
             other threads.
         startup_timeout: Seconds from the engine's start to every engine core's hello.
+        codec: Names what its ids are, for services: a decoder that names another codec is refused.
 
     Raises:
         ConfigError: A name that cannot be one, or an engine argument that the stage sets itself.
@@ -49,6 +50,7 @@ class ARStageConfig:
     bind: str = "ipc"
     start_method: Literal["spawn", "fork"] | None = None
     startup_timeout: float = 60.0
+    codec: str = ""
 
     def __post_init__(self) -> None:
         check_name(self.name, "a stage name")
@@ -104,6 +106,7 @@ class DecoderStageConfig:
             read, ``fail`` ends it with ReaderStalled.
         then: Makes each stage that the audio goes through behind the decoder, in order.
         name: Names the stage in errors, logs and metrics, and is its subscriber id on the wire.
+        codec: Names what it decodes; see :class:`ARStageConfig`.
 
     Raises:
         ConfigError: A name that cannot be one, a batch of none, or no audio that may be unread.
@@ -117,6 +120,7 @@ class DecoderStageConfig:
     slow_reader: Literal["hold", "fail"] = "hold"
     then: Sequence[Callable[[], AudioStage]] = ()
     name: str = "decoder"
+    codec: str = ""
 
     def __post_init__(self) -> None:
         check_name(self.name, "a stage name")

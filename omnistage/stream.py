@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from omnistage.metrics import RequestMetrics
     from omnistage.request import AudioChunk, StageInput
     from omnistage.stages.base import AutoregressiveStage
-    from omnistage.stages.branch import Branch
+    from omnistage.stages.route import RequestBranch
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,11 @@ class Stream:
         self._request = request
 
     async def __aenter__(self) -> Self:
-        self._request.start()
+        try:
+            await self._request.start()
+        except asyncio.CancelledError:
+            self._request.fail(StreamClosed("the reader was cancelled"))
+            raise
         return self
 
     async def __aexit__(
@@ -65,8 +69,8 @@ class Stream:
         return self
 
     async def __anext__(self) -> AudioChunk:
-        self._request.start()
         try:
+            await self._request.start()
             chunk = await self._request.next()
         except asyncio.CancelledError:
             # Whoever cancels the reader may never come back to close the stream.
@@ -158,7 +162,7 @@ class Submission:
 
     def __init__(
         self,
-        stages: Callable[[], tuple[AutoregressiveStage, Sequence[Branch]]],
+        stages: Callable[[], tuple[AutoregressiveStage, Sequence[RequestBranch]]],
         running: dict[str, Submission],
         asked: StageInput,
         *,
@@ -203,7 +207,7 @@ class Submission:
             raise ConfigError(f"the pipeline has {len(branches) or 'no'} decoders; {what}")
         return branches[0].sample_rate
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Submit the first piece; once."""
         if self.started or self.over:
             return
@@ -217,7 +221,10 @@ class Submission:
         if self._timeout is not None:
             self._timer = self._loop.call_later(self._timeout, self._on_timeout)
         try:
-            self._pieces.extend(ar.split(self._input))
+            pieces = await ar.split(self._input)
+            if self._error is not None:  # meanwhile
+                return
+            self._pieces.extend(pieces)
             if not self._pieces:
                 raise InvalidRequest("the input adapter made no request of it", parameter="prompt")
             self._go_on()
@@ -287,15 +294,13 @@ class Submission:
         self._started_takes += 1
         take = Take(number, branches, self._on_news)
         self._takes.append(take)
-        consumers = (*(branch.consumer for branch in branches), *self._consumers)
         take.start(
             ar,
             StageRequest(
                 request_id=f"{self.request_id}.{number}" if number else self.request_id,
                 external_id=self._external_id,
                 input=self._pieces.popleft(),
-                final_stage=not consumers,
-                consumers=consumers,
+                consumers=self._consumers,
             ),
         )
 

@@ -15,7 +15,7 @@ from omnistage.config import AUDIO
 from omnistage.errors import ConfigError, StreamClosed
 from omnistage.request import Payload, TokenUpdate
 from omnistage.stages.environment import check_event_loop
-from omnistage.transport.endpoints import Endpoints
+from omnistage.transport.endpoints import Endpoints, check_endpoint
 from omnistage.transport.subscriber import Subscriber
 from omnistage.wire import topic
 
@@ -65,8 +65,7 @@ def subscribe(
 
 def _check(endpoints: tuple[Any, ...], within: Any) -> None:
     for endpoint in endpoints:
-        if not isinstance(endpoint, str) or not endpoint.startswith(("ipc://", "tcp://")):
-            raise ConfigError(f"an endpoint is ipc://PATH or tcp://HOST:PORT, got {endpoint!r}")
+        check_endpoint(endpoint)
     if not endpoints:
         raise ConfigError("there is no endpoint to subscribe at")
     if not isinstance(within, int | float) or not 0 < within < math.inf:

@@ -285,7 +285,7 @@ _delivery_decoder = msgspec.msgpack.Decoder(DeliveryMessage)
 _admission_decoder = msgspec.msgpack.Decoder(Admission)
 
 
-def encode(message: DataMessage | ControlMessage | DeliveryMessage | Admission) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """The msgpack header of a message."""
     return _encoder.encode(message)
 
@@ -297,7 +297,7 @@ def decode_data(header: Buffer, buffers: Sequence[Buffer] = ()) -> DataMessage:
         ProtocolError: Another version, malformed bytes, or a tensor whose dtype, shape and buffer
             disagree.
     """
-    message = _decode(_data_decoder, header)
+    message = decode_with(_data_decoder, header)
     if isinstance(message, Data):
         check_tensors([i for update in message.updates for i in update.tensors], buffers)
     elif buffers:
@@ -311,7 +311,7 @@ def decode_control(header: Buffer) -> ControlMessage:
     Raises:
         ProtocolError: Another version or malformed bytes.
     """
-    return _decode(_control_decoder, header)
+    return decode_with(_control_decoder, header)
 
 
 def decode_delivery(header: Buffer) -> DeliveryMessage:
@@ -320,7 +320,7 @@ def decode_delivery(header: Buffer) -> DeliveryMessage:
     Raises:
         ProtocolError: Another version or malformed bytes.
     """
-    return _decode(_delivery_decoder, header)
+    return decode_with(_delivery_decoder, header)
 
 
 def decode_admission(raw: object) -> Admission:
@@ -332,7 +332,7 @@ def decode_admission(raw: object) -> Admission:
     """
     if not isinstance(raw, bytes | bytearray | memoryview):
         raise ProtocolError(f"admission record must be bytes, got {type(raw).__name__}")
-    record = _decode(_admission_decoder, raw)
+    record = decode_with(_admission_decoder, raw)
     if len(record.request_id) > MAX_ID:
         raise ProtocolError(f"request id of {len(record.request_id)} characters, at most {MAX_ID}")
     # The scheduler's thread reads this, and every step of the request makes an update for each.
@@ -348,7 +348,12 @@ def decode_admission(raw: object) -> Admission:
     return record
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_T], header: Buffer) -> _T:
+def decode_with(decoder: msgspec.msgpack.Decoder[_T], header: Buffer) -> _T:
+    """Decode and validate a header whose kinds ``decoder`` knows.
+
+    Raises:
+        ProtocolError: Another version or malformed bytes.
+    """
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(
             f"header of {len(header)} bytes exceeds the limit of {MAX_HEADER_BYTES}"

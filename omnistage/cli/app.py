@@ -49,12 +49,71 @@ def speak(
         Path | None,
         typer.Option(help="Draw when ids and chunks came: a png, svg or pdf file.", dir_okay=False),
     ] = None,
+    connect: Annotated[
+        list[str] | None,
+        typer.Option(help="Speak with the AR stage that listens there; may be given again."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Speak TEXT with the embedded talker, into a wav file."""
     from omnistage.cli.speak import run
 
-    raise typer.Exit(run(text, output, seed=seed, timeline=timeline, json=json))
+    raise typer.Exit(
+        run(text, output, seed=seed, timeline=timeline, connect=connect or [], json=json)
+    )
+
+
+stages = typer.Typer(
+    name="stage",
+    help="Run one stage as a process; `omnistage speak --connect` and Pipeline.connect join them.",
+    no_args_is_help=True,
+)
+app.add_typer(stages)
+
+Preset = Annotated[str, typer.Option(help="Whose stage to run.")]
+Config = Annotated[
+    str | None, typer.Option(help="MODULE:NAME of a stage's configuration, in place of a preset.")
+]
+Bind = Annotated[str, typer.Option(help="Where to listen: ipc, or tcp://127.0.0.1:PORT.")]
+Drain = Annotated[
+    float, typer.Option(min=0, help="Seconds that running requests have at SIGTERM or Ctrl-C.")
+]
+
+
+@stages.command("ar")
+def stage_ar(
+    preset: Preset = "talker",
+    config: Config = None,
+    model: Annotated[str | None, typer.Option(help="Another checkpoint for it.")] = None,
+    bind: Bind = "ipc",
+    drain: Drain = 30.0,
+    json: Json = False,
+) -> None:
+    """Run an AR stage, and print its endpoint when it takes requests."""
+    from omnistage.cli.stage import run_ar
+
+    raise typer.Exit(
+        run_ar(preset=preset, config=config, model=model, bind=bind, drain=drain, json=json)
+    )
+
+
+@stages.command("decoder")
+def stage_decoder(
+    connect: Annotated[str, typer.Option(help="The AR stage's endpoint.")],
+    preset: Preset = "talker",
+    config: Config = None,
+    bind: Bind = "ipc",
+    drain: Drain = 30.0,
+    json: Json = False,
+) -> None:
+    """Run a decoder stage for an AR stage; several share its requests."""
+    from omnistage.cli.stage import run_decoder
+
+    raise typer.Exit(
+        run_decoder(
+            preset=preset, config=config, connect=connect, bind=bind, drain=drain, json=json
+        )
+    )
 
 
 @app.command()

@@ -131,7 +131,7 @@ class ARStage:
             self._watch(hello.pid)
         log.info("stage %s started: %s", self.name, self._config.model)
 
-    def split(self, asked: StageInput) -> Sequence[StageInput]:
+    async def split(self, asked: StageInput) -> Sequence[StageInput]:
         """See :meth:`AutoregressiveStage.split`: what the input adapter makes of it."""
         return (
             self._adapter.split(asked) if isinstance(self._adapter, SplittingAdapter) else [asked]
@@ -195,6 +195,10 @@ class ARStage:
     async def serve(self) -> None:
         """Nothing to do: the event loop's own callbacks watch the engine and the control socket."""
         await asyncio.Event().wait()
+
+    async def ended(self) -> None:
+        """Return when an engine process has died."""
+        await self._dead.wait()
 
     async def drain(self) -> None:
         """Refuse new requests and wait for the running ones."""

@@ -155,7 +155,7 @@ class ScriptedARStage:
             raise
         self.publishers = [hello.data_endpoint for hello in hellos]
 
-    def split(self, asked: StageInput) -> Sequence[StageInput]:
+    async def split(self, asked: StageInput) -> Sequence[StageInput]:
         """A submission is one request, unless it was said how to cut it."""
         return [asked] if self._split is None else self._split(asked)
 
@@ -198,6 +198,10 @@ class ScriptedARStage:
 
     async def serve(self) -> None:
         """Nothing to do: requests run in tasks of their own."""
+        await asyncio.Event().wait()
+
+    async def ended(self) -> None:
+        """Never: there is no engine that could die."""
         await asyncio.Event().wait()
 
     async def drain(self) -> None:

@@ -96,6 +96,22 @@ def check_bind(bind: str) -> str:
     )
 
 
+def check_endpoint(endpoint: object) -> str:
+    """Return ``endpoint`` if it can be connected to.
+
+    Raises:
+        ConfigError: It is neither ``ipc://PATH`` nor ``tcp://HOST:PORT``.
+    """
+    if isinstance(endpoint, str):
+        _, _, rest = endpoint.partition("://")
+        host, _, port = rest.rpartition(":")
+        if endpoint.startswith("ipc://") and rest:
+            return endpoint
+        if endpoint.startswith("tcp://") and host and port.isdigit() and 0 < int(port) < 65536:
+            return endpoint
+    raise ConfigError(f"an endpoint is ipc://PATH or tcp://HOST:PORT, got {endpoint!r}")
+
+
 def beside(bind: str) -> str:
     """Where a second socket binds beside one at ``bind``: a free port of the same host."""
     return bind if bind == IPC else f"{bind.rpartition(':')[0]}:0"

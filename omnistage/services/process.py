@@ -1,0 +1,137 @@
+"""A service's life as a process: start, serve, drain at the first signal, stop at the second."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from typing import TYPE_CHECKING, Any, Protocol
+
+from omnistage.stages.base import settled
+from omnistage.transport.endpoints import Endpoints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from omnistage.errors import StageClosed
+
+log = logging.getLogger(__name__)
+
+
+class Service(Protocol):
+    """A stage that serves other processes."""
+
+    @property
+    def name(self) -> str:
+        """The stage's name."""
+        ...
+
+    @property
+    def endpoint(self) -> str:
+        """Where it listens."""
+        ...
+
+    @property
+    def closed(self) -> StageClosed | None:
+        """Why it takes no requests; None while it does."""
+        ...
+
+    def __len__(self) -> int:
+        """Requests that it has."""
+        ...
+
+    async def start(self) -> None:
+        """Come up."""
+        ...
+
+    async def serve(self) -> None:
+        """Serve until cancelled; an error ends the process."""
+        ...
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait for the running ones."""
+        ...
+
+    async def aclose(self) -> None:
+        """Fail what is running and give everything back. Idempotent."""
+        ...
+
+
+async def host(
+    make: Callable[[Endpoints], Service],
+    *,
+    drain_seconds: float,
+    on_ready: Callable[[Service], None],
+) -> int:
+    """Run a service in this process until it is told to stop.
+
+    SIGTERM or SIGINT drains it: no new requests, and the running ones have ``drain_seconds`` to
+    end. A second one fails them at once.
+
+    Args:
+        make: Makes the service.
+        drain_seconds: How long to wait for the running requests.
+        on_ready: Called when it takes requests.
+
+    Returns:
+        0 if every request had ended, or 128 and the signal's number.
+
+    Raises:
+        OmniStageError: The service could not start, or its stage died.
+    """
+    signals = _Signals()
+    with Endpoints() as endpoints:
+        service = make(endpoints)
+        try:
+            if await signals.before(service.start(), count=1):
+                on_ready(service)
+                await signals.before(service.serve(), count=1)
+                left = len(service)
+                log.info("stage %s: draining, %d requests are running", service.name, left)
+                try:
+                    async with asyncio.timeout(drain_seconds):
+                        await signals.before(service.drain(), count=2)
+                except TimeoutError:
+                    log.warning("stage %s: %d requests did not end", service.name, len(service))
+            return 128 + signals.last if len(service) else 0
+        finally:
+            # Whatever comes meanwhile: half a shutdown would leave processes behind.
+            await settled(asyncio.ensure_future(service.aclose()))
+
+
+class _Signals:
+    """Counts the signals that ask to stop."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self._count = 0
+        self._news = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._take, number)
+
+    async def before(self, work: Coroutine[Any, Any, None], *, count: int) -> bool:
+        """Do ``work`` unless ``count`` signals come first; then it is cancelled.
+
+        Returns:
+            Whether it was done.
+        """
+        working = asyncio.ensure_future(work)
+        try:
+            while not working.done() and self._count < count:
+                self._news.clear()
+                waiting = asyncio.ensure_future(self._news.wait())
+                await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+        finally:
+            working.cancel()
+            await asyncio.wait([working])
+        if working.cancelled():
+            return False
+        working.result()
+        return True
+
+    def _take(self, number: int) -> None:
+        self.last = number
+        self._count += 1
+        self._news.set()
