@@ -307,8 +307,7 @@ class _Upstream:
         if self._joining is not None:
             self._joining.cancel()
         if self._link is not None and self._link.greeting is not self._alone:
-            self._link.greeting = self._alone
-            self._link.greet()
+            self._link.introduce(self._alone)
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -337,7 +336,7 @@ class _Upstream:
             return
         if self._epoch is not None and self._link is not None:  # else the start has failed
             log.warning("joining %s again failed: %s", self.endpoint, error)
-            asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._link.greet)
+            asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._link.introduce, self._alone)
 
     async def _join(self, link: ServiceLink, welcome: Welcome) -> None:
         if welcome.ar is None or self._info is None:
@@ -354,5 +353,4 @@ class _Upstream:
                 upstream=welcome.ar.name,
             )
             self._epoch = welcome.epoch
-        link.greeting = Greet(PROTOCOL_VERSION, self.subscriber, self._info)
-        link.greet()
+        link.introduce(Greet(PROTOCOL_VERSION, self.subscriber, self._info))

@@ -49,6 +49,7 @@ CLIENT_SECONDS: Final = 10.0
 """And one that is connected and says nothing: applications do block their event loop."""
 RECONNECT_SECONDS: Final = 0.5
 """A service to which the connection was cut is down if it has not answered by then."""
+_LINGER_MS: Final = 200  # for the last words; a peer that is gone takes all of it
 MAX_CLIENTS: Final = 4096
 MAX_MALFORMED: Final = 100
 """Messages that are none; whoever sends more is not listened to."""
@@ -137,7 +138,9 @@ class ServiceServer:
             self.send(client, message)
 
     def close(self) -> None:
-        """Stop reading and close. Idempotent."""
+        """Tell the clients, stop reading and close. Idempotent."""
+        if not self._closed:
+            self.broadcast(Refuse(PROTOCOL_VERSION, "it is closing"))
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -320,9 +323,11 @@ class ServiceLink:
             "the endpoint it printed?"
         )
 
-    def greet(self) -> None:
-        """Introduce ourselves (again)."""
-        self.send(self.greeting)
+    def introduce(self, greeting: Greet) -> None:
+        """Introduce ourselves anew, and have :meth:`answered` wait for what is said to that."""
+        self.greeting = greeting
+        self._answered.clear()
+        self.send(greeting)
 
     def send(self, message: ServiceMessage) -> None:
         """Send a message; one that finds a full queue is lost, and the service as good as down.
@@ -373,7 +378,7 @@ class ServiceLink:
         if self.welcome is not None and not late and now - self._heard > SILENT_SECONDS:
             self._down(f"the service at {self.endpoint} has not answered for {SILENT_SECONDS:g} s")
         if self.welcome is None:
-            self.greet()
+            self.send(self.greeting)
         else:
             self.send(Beat(PROTOCOL_VERSION))
         self._schedule(BEAT_SECONDS)
@@ -399,7 +404,7 @@ class ServiceLink:
         elif isinstance(message, Stranger):
             if self.welcome is not None:
                 self._down(f"the service at {self.endpoint} has forgotten us")
-                self.greet()
+                self.send(self.greeting)
         elif self.welcome is not None and not isinstance(message, Beat):
             self._handler.on_message(message)
 
@@ -418,7 +423,7 @@ class ServiceLink:
 
 
 def _set_options(socket: zmq.Socket[bytes]) -> None:
-    set_options(socket)
+    set_options(socket, linger_ms=_LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     # In the I/O threads: a host that is cut off does not close its connections.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 500)

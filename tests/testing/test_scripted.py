@@ -24,6 +24,7 @@ from omnistage.errors import (
 from omnistage.request import ChunkPolicy, FinishReason, StageInput, StageRequest
 from omnistage.testing import FakeDecoder, Script, ScriptedARStage, scripted
 from omnistage.transport.endpoints import Endpoints
+from tests.parts import branches_of
 
 IDS = list(range(100, 150))
 
@@ -103,11 +104,11 @@ async def test_an_abort_frees_every_side() -> None:
             await stream.abort()
             with pytest.raises(StreamClosed):
                 await anext(stream)
-        stage = running._ar
+        stage = running._routes[0].ar
         assert isinstance(stage, ScriptedARStage)
         assert isinstance(stage, AutoregressiveStage)
         assert not len(stage)
-        assert not len(running._branches[0].decoder)
+        assert not len(branches_of(running)[0].decoder)
 
 
 async def test_a_processor_and_a_decoder_fail_as_they_do_with_vllm() -> None:
