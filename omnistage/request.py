@@ -226,6 +226,8 @@ class StageRequest:
         final_stage: Whether the AR stage is the last one, so that nothing is published.
         consumers: (channel, subscriber id) pairs that receive the AR stage's updates.
         reply: See :class:`Start`.
+        after: Internal id of the request that this one continues, of the same submission.
+        more: Whether another one of the submission will follow.
     """
 
     request_id: str
@@ -234,6 +236,8 @@ class StageRequest:
     final_stage: bool = False
     consumers: tuple[tuple[str, str], ...] = ()
     reply: str = ""
+    after: str | None = None
+    more: bool = False
 
 
 class Payload(msgspec.Struct, frozen=True):

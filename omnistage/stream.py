@@ -185,6 +185,7 @@ class Submission:
         self._timeout = timeout
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._route: tuple[AutoregressiveStage, Sequence[RequestBranch]] | None = None
         self._news = asyncio.Event()
         self._error: OmniStageError | None = None
         self._pieces: deque[StageInput] = deque()
@@ -212,7 +213,7 @@ class Submission:
         if self.started or self.over:
             return
         self._loop = asyncio.get_running_loop()
-        ar, branches = self._stages()
+        self._route = ar, branches = self._stages()
         self._last_stage = branches[0].name if branches else ar.name
         self.started = True
         self._running[self.request_id] = self
@@ -282,27 +283,32 @@ class Submission:
             return
         if sum(not take.over for take in self._takes) > 1:
             return  # sampling is ahead of decoding by a whole piece
-        try:
-            ar, branches = self._stages()
-        except OmniStageError as error:
-            self.fail(error)
+        if self._route is None:
             return
+        ar, branches = self._route
         limit = min((branch.max_unread for branch in branches), default=0.0)
         if self._takes and branches and sum(t.unread_seconds for t in self._takes) >= limit:
             return
         number = self._started_takes
         self._started_takes += 1
+        asked = self._pieces.popleft()
         take = Take(number, branches, self._on_news)
         self._takes.append(take)
         take.start(
             ar,
             StageRequest(
-                request_id=f"{self.request_id}.{number}" if number else self.request_id,
+                request_id=self._id_of(number),
                 external_id=self._external_id,
-                input=self._pieces.popleft(),
+                input=asked,
                 consumers=self._consumers,
+                after=self._id_of(number - 1) if number else None,
+                more=bool(self._pieces),
             ),
         )
+
+    def _id_of(self, number: int) -> str:
+        """Internal id of a piece's request."""
+        return f"{self.request_id}.{number}" if number else self.request_id
 
     def _on_news(self, take: Take, chunk: AudioChunk | None = None) -> None:
         """From a take: a chunk came, the AR stage is done with it, or it is over."""

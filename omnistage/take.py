@@ -80,7 +80,7 @@ class Take:
         try:
             for branch in self._branches:
                 part = _Part(self, branch)
-                consumers.append(branch.open(request.request_id, part))
+                consumers.append(branch.open(request.request_id, part, after=request.after))
                 self._parts.append(part)
             consumers += request.consumers
             request = replace(request, consumers=tuple(consumers), final_stage=not consumers)

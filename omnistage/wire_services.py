@@ -237,6 +237,9 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
         input: What to run.
         consumers: (channel, subscriber id) pairs that get the updates.
         reply: The client's subscriber id, under which decoders publish the audio.
+        after: Id of the request that this one continues, of one submission; a service that drains
+            takes it still.
+        more: Whether another one will follow, which a service that drains waits for.
     """
 
     version: int
@@ -245,6 +248,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     input: Input
     consumers: tuple[tuple[str, str], ...]
     reply: str
+    after: str | None = None
+    more: bool = False
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):

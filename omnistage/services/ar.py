@@ -76,13 +76,14 @@ class ARService:
         self._codebooks = codebooks
         self._server: ServiceServer | None = None
         self._running: dict[str, tuple[Client, RunningRequest]] = {}
+        self._awaited: dict[str, Client] = {}  # requests that are over and will be continued
         self._decoders: dict[bytes, DecoderInfo] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
         self._idle = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._running)
+        return len(self._running) + len(self._awaited)
 
     @property
     def name(self) -> str:
@@ -135,10 +136,10 @@ class ARService:
             await asyncio.gather(serving, ended, return_exceptions=True)
 
     async def drain(self) -> None:
-        """Refuse new requests and wait for the running ones."""
+        """Refuse new requests and wait for the running ones, and for what continues them."""
         self._draining = True
         self._announce()
-        while self._running:
+        while len(self):
             self._idle.clear()
             await self._idle.wait()
 
@@ -190,6 +191,10 @@ class ARService:
         """Free what was run for it, and list it no more."""
         if self._decoders.pop(client.identity, None) is not None:
             self._announce()
+        for request_id, owner in list(self._awaited.items()):
+            if owner is client:
+                del self._awaited[request_id]
+        self._idle.set()
         for owner, running in list(self._running.values()):
             if owner is client:
                 running.fail(StreamClosed("the client that submitted the request is gone"))
@@ -227,12 +232,15 @@ class ARService:
 
         def on_done(outcome: Usage | OmniStageError) -> None:
             self._running.pop(request_id, None)
-            if not self._running:
-                self._idle.set()
+            if message.more and not isinstance(outcome, OmniStageError):
+                self._awaited[request_id] = client
+            self._idle.set()
             self._send(client, Done.of(request_id, outcome))
 
+        continues = message.after in self._running or message.after in self._awaited
+        self._awaited.pop(message.after or "", None)
         try:
-            if (closed := self.closed) is not None:
+            if (closed := self.closed) is not None and not (continues and self._draining):
                 raise closed
             if request_id in self._running:
                 raise InvalidRequest(f"request {request_id} is running already")
@@ -258,6 +266,9 @@ class ARService:
 
     async def _abort(self, client: Client, request_id: str) -> None:
         owner, running = self._running.get(request_id, (None, None))
+        if self._awaited.get(request_id) is client:
+            del self._awaited[request_id]
+            self._idle.set()
         fault = None
         if running is not None and owner is client:
             try:

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 _SECONDS: Final = 10.0  # for each step of the start, and of the end
 _RETRY_SECONDS: Final = 1.0
+_CONTINUED_SECONDS: Final = 1.0
 
 
 class DecoderService:
@@ -154,9 +155,14 @@ class DecoderService:
         """Leave the AR service's list and wait for the requests that are here."""
         self._draining = True
         self._upstream.leave()
-        while self._outlets:
-            self._idle.clear()
-            await self._idle.wait()
+        while True:
+            while self._outlets:
+                self._idle.clear()
+                await self._idle.wait()
+            # A request that continues one of those may be on its way.
+            await asyncio.sleep(_CONTINUED_SECONDS)
+            if not self._outlets:
+                return
 
     async def aclose(self) -> None:
         """Fail what is open, tell the clients, and give everything back. Idempotent."""

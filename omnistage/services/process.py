@@ -7,6 +7,8 @@ import logging
 import signal
 from typing import TYPE_CHECKING, Any, Protocol
 
+import anyio
+
 from omnistage.stages.base import settled
 from omnistage.transport.endpoints import Endpoints
 
@@ -80,23 +82,38 @@ async def host(
         OmniStageError: The service could not start, or its stage died.
     """
     signals = _Signals()
+    tasks: list[asyncio.Task[None]] = []
+
+    def begin(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        tasks.append(asyncio.get_running_loop().create_task(work))
+        return tasks[-1]
+
     with Endpoints() as endpoints:
         service = make(endpoints)
         try:
-            if await signals.before(service.start(), count=1):
-                on_ready(service)
-                await signals.before(service.serve(), count=1)
-                left = len(service)
-                log.info("stage %s: draining, %d requests are running", service.name, left)
-                try:
-                    async with asyncio.timeout(drain_seconds):
-                        await signals.before(service.drain(), count=2)
-                except TimeoutError:
-                    log.warning("stage %s: %d requests did not end", service.name, len(service))
+            starting = begin(service.start())
+            await signals.wait(1, starting)
+            if not starting.done():
+                return 128 + signals.last
+            starting.result()
+            on_ready(service)
+            serving = begin(service.serve())
+            await signals.wait(1, serving)
+            if not serving.done():
+                log.info("stage %s: draining, %d requests", service.name, len(service))
+                with anyio.move_on_after(drain_seconds):
+                    await signals.wait(2, serving, begin(service.drain()))
+            if serving.done():
+                serving.result()
+            if len(service):
+                log.warning("stage %s: %d requests did not end", service.name, len(service))
             return 128 + signals.last if len(service) else 0
         finally:
+            for task in tasks:
+                task.cancel()
             # Whatever comes meanwhile: half a shutdown would leave processes behind.
             await settled(asyncio.ensure_future(service.aclose()))
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Signals:
@@ -110,26 +127,15 @@ class _Signals:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._take, number)
 
-    async def before(self, work: Coroutine[Any, Any, None], *, count: int) -> bool:
-        """Do ``work`` unless ``count`` signals come first; then it is cancelled.
-
-        Returns:
-            Whether it was done.
-        """
-        working = asyncio.ensure_future(work)
-        try:
-            while not working.done() and self._count < count:
-                self._news.clear()
-                waiting = asyncio.ensure_future(self._news.wait())
-                await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
-                waiting.cancel()
-        finally:
-            working.cancel()
-            await asyncio.wait([working])
-        if working.cancelled():
-            return False
-        working.result()
-        return True
+    async def wait(self, count: int, *works: asyncio.Task[None]) -> None:
+        """Return when so many have come, or one of ``works`` is done."""
+        while self._count < count and not any(work.done() for work in works):
+            self._news.clear()
+            news = asyncio.ensure_future(self._news.wait())
+            try:
+                await asyncio.wait([news, *works], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                news.cancel()
 
     def _take(self, number: int) -> None:
         self.last = number

@@ -86,7 +86,7 @@ class RemoteARStage:
     @property
     def closed(self) -> StageClosed | None:
         """Why no request can go there; None while some can."""
-        if self._link is None or not self._link.up:
+        if not self._up:
             return StageClosed(self._why, stage=self.name)
         if self._draining:
             return StageClosed("the service is draining and takes no requests", stage=self.name)
@@ -150,7 +150,7 @@ class RemoteARStage:
         self, request: StageRequest, *, on_done: Callable[[Usage | OmniStageError], None]
     ) -> RemoteRequest:
         """Start a request; see :meth:`AutoregressiveStage.submit`."""
-        if (closed := self.closed) is not None:
+        if (closed := self.closed) is not None and not (request.after and self._up):
             raise closed
         self._send(
             Submit(
@@ -160,9 +160,11 @@ class RemoteARStage:
                 Input.of(request.input),
                 request.consumers,
                 self.client,
+                request.after,
+                request.more,
             )
         )
-        running = RemoteRequest(self, request.request_id, on_done)
+        running = RemoteRequest(self, request.request_id, on_done, more=request.more)
         self._running[request.request_id] = running
         return running
 
@@ -239,6 +241,10 @@ class RemoteARStage:
                 branch.list([one for one in message.decoders if one.name == branch.name])
             self._listed.set()
 
+    @property
+    def _up(self) -> bool:
+        return self._link is not None and self._link.up
+
     def _changed(self) -> None:
         self._listed.set()
 
@@ -258,6 +264,7 @@ class RemoteRequest:
         stage: Where.
         request_id: Internal id.
         on_done: Called once, with the usage or with what went wrong.
+        more: Whether the service waits for one that continues it.
     """
 
     def __init__(
@@ -265,9 +272,12 @@ class RemoteRequest:
         stage: RemoteARStage,
         request_id: str,
         on_done: Callable[[Usage | OmniStageError], None],
+        *,
+        more: bool,
     ) -> None:
         self.request_id = request_id
         self._stage = stage
+        self._more = more
         self._on_done: Callable[[Usage | OmniStageError], None] | None = on_done
         self._aborting = False
         self._fault: OmniStageError | None = None
@@ -281,6 +291,8 @@ class RemoteRequest:
             OmniStageError: Aborting failed there.
         """
         if self._gone.is_set() and self._fault is None:
+            if self._more:
+                self._stage.abort(self.request_id)  # nothing will continue it
             return
         self._abort()
         try:

@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 _RELEASE_SECONDS: Final = 10.0
 _SUBSCRIBE_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
+_CONTINUED_SECONDS: Final = 2.0
+"""How long a decoder that is listed no more may get what continues its last request."""
+_REMEMBERED: Final = 1024
 
 
 class RemoteBranch:
@@ -58,6 +61,7 @@ class RemoteBranch:
         self._closed = False
         self._replicas: dict[str, _Replica] = {}
         self._of: dict[str, _Replica] = {}  # those of requests that are open or being aborted
+        self._past: dict[str, _Replica] = {}  # and of the latest that have ended
 
     @property
     def replicas(self) -> list[_Replica]:
@@ -80,17 +84,18 @@ class RemoteBranch:
         """Seconds of audio that may be unread before the next piece of a text is submitted."""
         return min((r.info.max_unread for r in self._replicas.values()), default=30.0)
 
-    def open(self, request_id: str, sink: PacedSink) -> tuple[str, str]:
+    def open(
+        self, request_id: str, sink: PacedSink, *, after: str | None = None
+    ) -> tuple[str, str]:
         """Choose the decoder that has the fewest requests of ours, for the request's whole life.
+
+        One that continues another stays with that one's decoder, also while it drains.
 
         Raises:
             StageClosed: There is none.
         """
-        replicas = self.replicas
-        if not replicas:
-            raise StageClosed(f"no decoder {self.name!r} is joined", stage=self.name)
-        fewest = min(map(len, replicas))
-        replica = random.choice([one for one in replicas if len(one) == fewest])  # noqa: S311
+        former = self._of.get(after or "") or self._past.get(after or "")
+        replica = former if former is not None and former.up else self._choose()
         replica.open(request_id, sink)
         self._of[request_id] = replica
         return AUDIO, replica.info.subscriber
@@ -128,8 +133,7 @@ class RemoteBranch:
         infos = {info.subscriber: info for info in decoders}
         for subscriber, replica in list(self._replicas.items()):
             replica.listed = subscriber in infos
-            if not replica.listed and not len(replica):
-                self.remove(replica)
+            replica.leave_if_done()
         for subscriber, info in infos.items():
             if subscriber not in self._replicas:
                 try:
@@ -137,9 +141,20 @@ class RemoteBranch:
                 except OmniStageError as error:
                     log.warning("decoder %s cannot be used: %s", subscriber, error)
 
+    def _choose(self) -> _Replica:
+        replicas = self.replicas
+        if not replicas:
+            raise StageClosed(f"no decoder {self.name!r} is joined", stage=self.name)
+        fewest = min(map(len, replicas))
+        return random.choice([one for one in replicas if len(one) == fewest])  # noqa: S311
+
     def forget(self, request_id: str) -> None:
         """A request has ended at its decoder; called by that."""
-        self._of.pop(request_id, None)
+        replica = self._of.pop(request_id, None)
+        if replica is not None:
+            self._past[request_id] = replica
+            if len(self._past) > _REMEMBERED:
+                del self._past[next(iter(self._past))]
 
     def remove(self, replica: _Replica) -> None:
         """Close a decoder that is listed no more, once it has nothing of ours."""
@@ -202,9 +217,14 @@ class _Replica:
         return len(self._open)
 
     @property
+    def up(self) -> bool:
+        """Whether it answers."""
+        return self._welcomed and self._subscribed
+
+    @property
     def available(self) -> bool:
-        """Whether a request can go there."""
-        return self.listed and self._welcomed and self._subscribed
+        """Whether a new request can go there."""
+        return self.listed and self.up
 
     def has(self, request_id: str) -> bool:
         """Whether a request is open here."""
@@ -249,7 +269,7 @@ class _Replica:
 
     def close(self) -> None:
         """Fail what is open and close the connections. Idempotent."""
-        self._closed = True
+        self._closed, self._welcomed = True, False
         self._fail(StageClosed("the decoder is gone", stage=self._branch.name))
         self._subscribing.cancel()
         self._subscriber.close()
@@ -266,7 +286,7 @@ class _Replica:
         self._welcomed = False
         self._fail(StageClosed(why, stage=self._branch.name))
         self._branch.changed()
-        self._leave_if_done()
+        self.leave_if_done()
 
     def on_message(self, message: ServiceMessage) -> None:
         """An answer to an abort."""
@@ -314,6 +334,8 @@ class _Replica:
 
     def _fail(self, error: OmniStageError) -> None:
         for request_id, request in list(self._open.items()):
+            if request_id not in self._open:
+                continue  # dropped with another piece of its text
             self._forget(request_id)
             request.sink.on_error(
                 type(error)(error.message, request_id=request_id, stage=error.stage)
@@ -324,9 +346,15 @@ class _Replica:
     def _forget(self, request_id: str) -> None:
         del self._open[request_id]
         self._branch.forget(request_id)
-        self._leave_if_done()
+        self.leave_if_done()
 
-    def _leave_if_done(self) -> None:
+    def leave_if_done(self) -> None:
+        """Close, after a while, if it is listed no more and has nothing of ours."""
+        if not self.listed and not self._open and not self._closed:
+            loop = asyncio.get_running_loop()
+            loop.call_later(_CONTINUED_SECONDS if self.up else 0.0, self._leave)
+
+    def _leave(self) -> None:
         if not self.listed and not self._open and not self._closed:
             self._branch.remove(self)
 

@@ -90,8 +90,15 @@ class Branch:
         """Subscribe the decoder under its own name; see :meth:`DecoderStage.subscribe`."""
         await self.decoder.subscribe(publishers, self.name, within=within, upstream=upstream)
 
-    def open(self, request_id: str, sink: PacedSink) -> tuple[str, str]:
+    def open(
+        self, request_id: str, sink: PacedSink, *, after: str | None = None
+    ) -> tuple[str, str]:
         """Expect a request's updates; must be called before it is submitted.
+
+        Args:
+            request_id: Internal id.
+            sink: Receives its audio.
+            after: The request that it continues, which makes no difference here.
 
         Returns:
             The (channel, subscriber id) that they must be published to.

@@ -34,8 +34,14 @@ class RequestBranch(Protocol):
         """Seconds of audio that may be unread before more is made."""
         ...
 
-    def open(self, request_id: str, sink: PacedSink) -> tuple[str, str]:
-        """Expect a request; returns the (channel, subscriber id) to publish its updates to."""
+    def open(
+        self, request_id: str, sink: PacedSink, *, after: str | None = None
+    ) -> tuple[str, str]:
+        """Expect a request, perhaps one that continues another.
+
+        Returns:
+            The (channel, subscriber id) to publish its updates to.
+        """
         ...
 
     def drop(self, request_id: str) -> None:

@@ -6,6 +6,7 @@ An :class:`Endpoints` owns one ZeroMQ context and one directory; closing it remo
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -29,6 +30,7 @@ IPC: Final = "ipc"
 HIGH_WATER_MARK: Final = 1000
 LINGER_MS: Final = 1000
 
+_LOCK: Final = "lock"
 _MAX_IPC_PATH: Final = 107  # sun_path holds 108 bytes, its terminator included
 _LONGEST_NAME: Final = 37  # vLLM's own sockets are there too: a slash and a UUID
 
@@ -46,9 +48,10 @@ class Endpoints:
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="omni-", dir=directory))
+        self.directory, self._lock = _make_directory(directory)
         if len(os.fsencode(self.directory)) + _LONGEST_NAME > _MAX_IPC_PATH:
             shutil.rmtree(self.directory, ignore_errors=True)
+            os.close(self._lock)
             raise ConfigError(
                 f"{self.directory} is too long for a socket path; set TMPDIR to a short directory"
             )
@@ -69,10 +72,37 @@ class Endpoints:
         """Close every socket of the context, end it, remove the directory. Idempotent."""
         self.context.destroy(linger=0)
         shutil.rmtree(self.directory, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def ipc(self) -> str:
         """A fresh ipc endpoint in the private directory."""
         return ipc_endpoint(self.directory)
+
+
+def _make_directory(parent: Path | None) -> tuple[Path, int]:
+    """A private directory and the lock that says that we live, which ends with the process.
+
+    Whoever makes one removes those that a killed process has left.
+    """
+    made = Path(tempfile.mkdtemp(prefix=".omni-", dir=parent))
+    _sweep(made.parent)
+    lock = os.open(made / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # Named only now: without its lock it would look left behind.
+    return made.rename(made.with_name(made.name.removeprefix("."))), lock
+
+
+def _sweep(parent: Path) -> None:
+    for found in parent.glob("omni-*"):
+        with contextlib.suppress(OSError):  # another user's, or another process is faster
+            lock = os.open(found / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(found, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def ipc_endpoint(directory: Path) -> str:

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS: Final = 0.5
-SILENT_SECONDS: Final = 1.5
-"""A service that says nothing for so long is down: it answers from an event loop of its own."""
+SILENT_SECONDS: Final = 5.0
+"""A service that is connected and says nothing for so long is down: its event loop stands still."""
 CUT_SECONDS: Final = 1.0
 """A client without a connection is gone, if it does not come again."""
 CLIENT_SECONDS: Final = 10.0
@@ -225,15 +225,16 @@ class ServiceServer:
 
     def _on_timer(self) -> None:
         self._timer = None
+        if not self.clients:
+            return
         now = time.monotonic()
         late = now - self._due > BEAT_SECONDS  # we stood still: what they said is not read yet
+        self._schedule()
         for client in list(self.clients.values()):
             self.send(client, Beat(PROTOCOL_VERSION))
             cut = client.cut_at is not None and now - client.cut_at > CUT_SECONDS
             if not late and (cut or now - client.heard > CLIENT_SECONDS):
                 self._lose(client)
-        if self.clients and not self._closed:
-            self._schedule()
 
     def _lose(self, client: Client) -> None:
         if self.clients.pop(client.identity, None) is not None:
@@ -375,13 +376,13 @@ class ServiceLink:
     def _on_timer(self) -> None:
         now = time.monotonic()
         late = now - self._due > BEAT_SECONDS  # our own loop stood still
+        self._schedule(BEAT_SECONDS)
         if self.welcome is not None and not late and now - self._heard > SILENT_SECONDS:
-            self._down(f"the service at {self.endpoint} has not answered for {SILENT_SECONDS:g} s")
+            self._down(f"the service at {self.endpoint} does not answer")
         if self.welcome is None:
             self.send(self.greeting)
         else:
             self.send(Beat(PROTOCOL_VERSION))
-        self._schedule(BEAT_SECONDS)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         try:
@@ -425,6 +426,7 @@ class ServiceLink:
 def _set_options(socket: zmq.Socket[bytes]) -> None:
     set_options(socket, linger_ms=_LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    # In the I/O threads: a host that is cut off does not close its connections.
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 500)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2000)
+    # ZeroMQ's own, in its I/O threads: a process that is stopped and a host that is cut off do not
+    # close their connections, and a busy one's event loop may answer late.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 300)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1200)

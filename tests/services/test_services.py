@@ -401,3 +401,33 @@ async def nothing_but(part: Any, count: int) -> None:
     async with asyncio.timeout(5):
         while len(part) != count:
             await asyncio.sleep(0.01)
+
+
+def words(asked: StageInput) -> Sequence[StageInput]:
+    return [replace(asked, prompt=word) for word in str(asked.prompt).split()]
+
+
+async def test_what_continues_a_request_is_taken_while_both_drain(services: Services) -> None:
+    def script(asked: StageInput) -> Script:
+        return Script(ids=[ord(str(asked.prompt))] * 40, step_after=0.005)
+
+    ar = await services.ar(script, split=words)
+    decoder = await services.decoder(ar)
+    async with Pipeline.connect(ar.endpoint) as pipeline:
+        async with pipeline.submit("a b c d") as stream:
+            chunks = [await anext(aiter(stream))]
+            draining = [asyncio.ensure_future(part.drain()) for part in (ar, decoder)]
+            chunks += [chunk async for chunk in stream]
+        assert FakeDecoder().indices(chunks) == [ord(c) for c in "abcd" for _ in range(40)]
+        async with asyncio.timeout(5):
+            await asyncio.gather(*draining)
+
+
+async def test_a_text_that_is_not_finished_leaves_nothing(services: Services) -> None:
+    ar = await services.ar(by_prompt, split=words)
+    decoder = await services.decoder(ar)
+    async with Pipeline.connect(ar.endpoint) as pipeline:
+        for _ in range(10):
+            async with pipeline.submit("a b c slow d") as stream:
+                await anext(aiter(stream))
+        await nothing_is_left(ar, decoder)
