@@ -236,8 +236,10 @@ def test_what_cannot_be_served_is_refused_with_a_sentence(case: str, tmp_path: P
     assert not sandbox.leftovers()
 
 
-def test_nobody_to_connect_to_is_said_in_bounded_time(tmp_path: Path) -> None:
-    sandbox = Sandbox(tmp_path)
+def test_nobody_to_connect_to_is_said_in_bounded_time(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    sandbox = Sandbox(tmp_path_factory.mktemp("alone"))  # a short path, for sockets
     for command in (["stage", "decoder"], ["speak", "Hi.", "-o", "x.wav"]):
         done = sandbox.run(COMMAND, *command, "--connect", "tcp://127.0.0.1:9")
         assert done.code == 3
