@@ -17,9 +17,11 @@ from omnistage.stages.branch import Branch
 from omnistage.stages.environment import check_event_loop
 from omnistage.stream import Stream, Submission
 from omnistage.transport.endpoints import Endpoints
+from omnistage.transport.keys import load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -54,7 +56,8 @@ class Pipeline:
     several pipelines may share that.
 
     Args:
-        ar: The AR stage, or what makes one of this process's sockets.
+        ar: The AR stage, or what makes one of this process's sockets; its attribute ``keys``, if it
+            has one, is the directory of their keys.
         decoder: The decoder stage; several, each of which decodes every request; or none, where
             requests end with the AR stage or others subscribe to its updates.
         llm: An engine that is running already, its configuration given to
@@ -85,6 +88,7 @@ class Pipeline:
             self._make_ar = ar
         else:
             raise ConfigError(f"ar is an ARStageConfig, or makes an AR stage, got {ar!r}")
+        self._keys: str | Path | None = getattr(ar, "keys", None)
         self._decoders = tuple(decoders)
         _check_names([*([ar] if isinstance(ar, ARStageConfig) else []), *self._decoders])
         self._running: dict[str, Submission] = {}
@@ -281,7 +285,7 @@ class Pipeline:
 
     async def _run(self) -> None:
         """Own the stages from start to end."""
-        with Endpoints() as endpoints:
+        with Endpoints(keys=load_keys(self._keys)) as endpoints:
             ar = self._make_ar(endpoints)
             branches = [Branch(config, endpoints) for config in self._decoders]
             try:
