@@ -58,6 +58,20 @@ def speak(
 
 
 @app.command()
+def keys(
+    directory: Annotated[
+        Path, typer.Argument(help="A new directory; with --client, one made before.")
+    ],
+    client: Annotated[str | None, typer.Option(help="Add this client's keys to it.")] = None,
+    json: Json = False,
+) -> None:
+    """Make the keys of stages that talk over tcp, in DIRECTORY."""
+    from omnistage.cli.keys import run
+
+    raise typer.Exit(run(directory, client, json=json))
+
+
+@app.command()
 def check(json: Json = False) -> None:
     """Say what is installed, what runs here, and what would not and why."""
     from omnistage.cli.check import run

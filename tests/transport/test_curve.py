@@ -12,13 +12,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import zmq
 
 from omnistage.errors import StartupError
 from omnistage.request import Start
 from omnistage.transport.curve import Curve
-from omnistage.transport.endpoints import Endpoints, connect, listen, set_options
+from omnistage.transport.endpoints import Endpoints, check_bind, connect, listen, set_options
 from omnistage.transport.keys import Keys, add_client, make_keys
 from omnistage.transport.publisher import Outgoing
 from omnistage.transport.subscriber import Subscriber
@@ -285,10 +286,17 @@ def test_without_anybody_to_ask_nobody_is_admitted(directory: Path) -> None:
     curve.join()
 
 
-@pytest.mark.parametrize("bind", ["tcp://[::1]:0", "tcp://127.0.0.2:0"])
-async def test_other_loopback_addresses_work(bind: str, directory: Path) -> None:
+def of_this_host() -> list[str]:
+    """Addresses under which others reach this host, if there are any."""
+    found = [a for addresses in psutil.net_if_addrs().values() for a in addresses]
+    own = [a.address for a in found if a.family == socket.AF_INET]
+    return [f"tcp://{address}:0" for address in own if not address.startswith("127.")][:1]
+
+
+@pytest.mark.parametrize("bind", ["tcp://[::1]:0", "tcp://127.0.0.2:0", *of_this_host()])
+async def test_every_address_works_for_both_sockets(bind: str, directory: Path) -> None:
     with Endpoints(keys=Keys.load(directory)) as endpoints:
-        site = Site(endpoints, bind)
+        site = Site(endpoints, check_bind(bind, Keys.load(directory)))
         source, endpoint = await site.publisher()
         assert endpoint.startswith(bind.rpartition(":")[0])
         handler = Handler()
