@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from omnistage.config import AUDIO, ARStageConfig, DecoderStageConfig
 from omnistage.errors import ConfigError, InvalidRequest, StageClosed
 from omnistage.metrics import RequestMetrics, default_metrics
+from omnistage.monitoring import Health as Health
 from omnistage.request import ChunkPolicy, StageInput, check_name, check_text
 from omnistage.stages.ar import ARStage
 from omnistage.stages.base import settled
@@ -31,21 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SUBSCRIBE_SECONDS: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    """Whether a pipeline takes requests.
-
-    Args:
-        ok: Whether it does.
-        reason: If not, why.
-        running: Requests in it.
-    """
-
-    ok: bool
-    reason: str | None
-    running: int
 
 
 class Pipeline:
