@@ -28,7 +28,6 @@ _LOG_SECONDS: Final = 10.0
 
 _ZAP: Final = "inproc://zeromq.zap.01"  # where libzmq asks, by its specification (ZMQ RFC 27)
 _DOMAIN: Final = b"omnistage"
-_MAX_LISTENERS: Final = 1000
 _FAILED: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -145,7 +144,7 @@ class _Gate:
         self._keys = keys
         self._logged_at = -_LOG_SECONDS
         self._context = context
-        self._new: HandOver[zmq.Socket[bytes]] = HandOver(_MAX_LISTENERS)
+        self._new: HandOver[zmq.Socket[bytes]] = HandOver(0)
         self._asked = context.socket(zmq.REP)
         self._asked.setsockopt(zmq.LINGER, 0)
         self._asked.bind(_ZAP)
@@ -154,6 +153,7 @@ class _Gate:
 
     def watch(self, socket: zmq.Socket[bytes]) -> None:
         """Hear of a socket's failed handshakes; called by its thread, before it binds."""
+        # No more than there are sockets; a full queue has no meaning here.
         self._new.put_beyond_limit(_monitor(socket, self._context))
 
     def _run(self) -> None:

@@ -79,8 +79,14 @@ class Keys(msgspec.Struct, frozen=True):
         return _pair(_secret_of(_clients(self.directory) / f"{self.client}.key"))
 
     def admits(self, public: bytes) -> bool:
-        """Whether a client may connect: its public key is in ``clients``, as of now."""
-        return any(_is_key(path, public) for path in _clients(self.directory).glob("*.key"))
+        """Whether a client may connect: its public key is in ``clients``, as of now.
+
+        Never raises: what cannot be read, for instance while files run out, admits nobody.
+        """
+        try:
+            return any(_is_key(path, public) for path in _clients(self.directory).glob("*.key"))
+        except OSError:
+            return False
 
 
 def load_keys(directory: str | Path | None, client: str | None = None) -> Keys | None:

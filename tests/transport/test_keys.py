@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import shutil
 import stat
 from pathlib import Path
@@ -147,6 +148,19 @@ def test_a_broken_file_keeps_no_other_client_out(directory: Path) -> None:
     keys = Keys.load(directory)
     assert keys.admits(keys.client_pair()[0])
     assert not keys.admits(keys.server_public())
+
+
+def test_while_files_run_out_nobody_is_admitted_and_nothing_is_raised(directory: Path) -> None:
+    keys = Keys.load(directory)
+    public = keys.client_pair()[0]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        admitted = keys.admits(public)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not admitted
+    assert keys.admits(public)
 
 
 def test_what_travels_holds_no_secret(directory: Path) -> None:
