@@ -10,6 +10,7 @@ from omnistage.request import ChunkPolicy, check_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from omnistage.adapters.input import InputAdapter
     from omnistage.adapters.processor import ChunkProcessor
@@ -31,7 +32,9 @@ class ARStageConfig:
         input_adapter: Makes of a stage input what the model takes; None passes text or ids on.
         engine_args: Further fields of vLLM's ``AsyncEngineArgs``, passed through unchanged.
         name: Names the stage in errors, logs and metrics.
-        bind: Where updates are published: ``ipc``, or ``tcp://127.0.0.1:PORT``.
+        bind: Where updates are published: ``ipc``, or ``tcp://ADDRESS:PORT``; another address than
+            the loopback interface's needs keys.
+        keys: Directory of the CURVE keys of its tcp sockets, made by ``omnistage keys``.
         start_method: How vLLM starts its processes; None leaves it to vLLM. ``fork`` starts in a
             fifth of the time and is safe only while this process has run no torch computation in
             other threads.
@@ -48,6 +51,7 @@ class ARStageConfig:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     name: str = "ar"
     bind: str = "ipc"
+    keys: str | Path | None = None
     start_method: Literal["spawn", "fork"] | None = None
     startup_timeout: float = 60.0
     codec: str = ""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from omnistage.config import AUDIO, ARStageConfig, DecoderStageConfig
 from omnistage.errors import ConfigError, InvalidRequest, StageClosed
 from omnistage.metrics import RequestMetrics, default_metrics
+from omnistage.monitoring import Health as Health
 from omnistage.request import ChunkPolicy, StageInput, check_name, check_text
 from omnistage.services.remote_ar import RemoteRoute
 from omnistage.stages.ar import ARStage
@@ -21,9 +21,11 @@ from omnistage.stages.environment import check_event_loop
 from omnistage.stages.route import Route, close, pick, start
 from omnistage.stream import Stream, Submission
 from omnistage.transport.endpoints import Endpoints, check_endpoint
+from omnistage.transport.keys import load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -34,21 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    """Whether a pipeline takes requests.
-
-    Args:
-        ok: Whether it does.
-        reason: If not, why.
-        running: Requests in it.
-    """
-
-    ok: bool
-    reason: str | None
-    running: int
-
-
 class Pipeline:
     """Turns text into audio, as a stream that starts while the model is still generating.
 
@@ -57,7 +44,8 @@ class Pipeline:
     several pipelines may share that.
 
     Args:
-        ar: The AR stage, or what makes one of this process's sockets.
+        ar: The AR stage, or what makes one of this process's sockets; its attribute ``keys``, if it
+            has one, is the directory of their keys.
         decoder: The decoder stage; several, each of which decodes every request; or none, where
             requests end with the AR stage or others subscribe to its updates.
         llm: An engine that is running already, its configuration given to
@@ -90,11 +78,17 @@ class Pipeline:
         self._set_up(
             lambda endpoints: [
                 Route(make_ar(endpoints), [Branch(config, endpoints) for config in decoders])
-            ]
+            ],
+            getattr(ar, "keys", None),
         )
 
-    def _set_up(self, make_routes: Callable[[Endpoints], Sequence[AnyRoute]]) -> None:
+    def _set_up(
+        self,
+        make_routes: Callable[[Endpoints], Sequence[AnyRoute]],
+        keys: str | Path | None,
+    ) -> None:
         self._make_routes = make_routes
+        self._keys = keys
         self._running: dict[str, Submission] = {}
         self._routes: Sequence[AnyRoute] = ()
         self._started: asyncio.Future[None] | None = None
@@ -121,7 +115,11 @@ class Pipeline:
 
     @classmethod
     def connect(
-        cls, *services: str, decoders: Sequence[str] = ("decoder",), within: float = 10.0
+        cls,
+        *services: str,
+        decoders: Sequence[str] = ("decoder",),
+        keys: str | Path | None = None,
+        within: float = 10.0,
     ) -> Self:
         """A pipeline whose stages are services, in other processes or on other hosts.
 
@@ -133,6 +131,7 @@ class Pipeline:
             services: Endpoints of AR services, as ``omnistage stage ar`` prints them.
             decoders: Names of the decoder stages that decode each request; none, where requests end
                 with the AR stage or others subscribe to its updates.
+            keys: Directory of the CURVE keys of tcp services that have some.
             within: Seconds until one AR service must have answered and have a decoder of each name.
 
         Raises:
@@ -152,7 +151,8 @@ class Pipeline:
             lambda endpoints: [
                 RemoteRoute(endpoints, service, client=client, roles=names, within=within)
                 for service in dict.fromkeys(services)
-            ]
+            ],
+            keys,
         )
         return pipeline
 
@@ -329,7 +329,7 @@ class Pipeline:
 
     async def _run(self) -> None:
         """Own the stages from start to end."""
-        with Endpoints() as endpoints:
+        with Endpoints(keys=load_keys(self._keys)) as endpoints:
             routes = self._make_routes(endpoints)
             try:
                 await start(routes)

@@ -16,11 +16,13 @@ from omnistage.errors import ConfigError, StreamClosed
 from omnistage.request import Payload, TokenUpdate
 from omnistage.stages.environment import check_event_loop
 from omnistage.transport.endpoints import Endpoints, check_endpoint
+from omnistage.transport.keys import Keys, load_keys
 from omnistage.transport.subscriber import Subscriber
 from omnistage.wire import topic
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from omnistage.errors import UpdatesLost
@@ -36,6 +38,7 @@ def subscribe(
     *,
     subscriber: str = "tokens",
     within: float = 10.0,
+    keys: str | Path | None = None,
 ) -> Subscription:
     """Subscribe to an AR stage's updates, in this process or another.
 
@@ -49,18 +52,20 @@ def subscribe(
         channel: The channel.
         subscriber: The subscriber's id.
         within: Seconds to wait for the publishers' confirmations.
+        keys: Directory of the keys to connect with over tcp, where the AR stage has keys.
 
     Returns:
         The updates; enter it with ``async with``, which returns when every publisher has confirmed,
         or iterate over it at once.
 
     Raises:
-        ConfigError: A channel, subscriber id or endpoint that cannot be one.
+        ConfigError: A channel, subscriber id or endpoint that cannot be one, or keys that cannot be
+            used.
     """
     given = (endpoints,) if isinstance(endpoints, str) else tuple(endpoints)
     _check(given, within)
     topic(channel, subscriber)  # raises for names that cannot be
-    return Subscription(given, channel, subscriber, within)
+    return Subscription(given, channel, subscriber, within, load_keys(keys))
 
 
 def _check(endpoints: tuple[Any, ...], within: Any) -> None:
@@ -81,9 +86,15 @@ class Subscription:
     """
 
     def __init__(
-        self, endpoints: tuple[str, ...], channel: str, subscriber: str, within: float
+        self,
+        endpoints: tuple[str, ...],
+        channel: str,
+        subscriber: str,
+        within: float,
+        keys: Keys | None = None,
     ) -> None:
         self._publishers = endpoints
+        self._keys = keys
         self._topic = (channel, subscriber)
         self._within = within
         self._inbox: _Inbox | None = None
@@ -94,7 +105,7 @@ class Subscription:
         if self._closed:
             raise StreamClosed("the subscription was closed; make another one")
         if self._inbox is None:
-            self._inbox = _Inbox(*self._topic)
+            self._inbox = _Inbox(*self._topic, self._keys)
             try:
                 await self._inbox.connect(self._publishers, self._within)
             except BaseException:
@@ -147,14 +158,15 @@ class _Inbox:
     Args:
         channel: The channel.
         subscriber: The subscriber's id.
+        keys: Those of its sockets.
     """
 
-    def __init__(self, channel: str, subscriber: str) -> None:
+    def __init__(self, channel: str, subscriber: str, keys: Keys | None) -> None:
         self._loop = asyncio.get_running_loop()
         self._items: deque[TokenUpdate | UpdatesLost] = deque()
         self._news = asyncio.Event()
         self._closed = False
-        self._endpoints = Endpoints()
+        self._endpoints = Endpoints(keys=keys)
         self._subscriber = Subscriber(self._endpoints, channel, subscriber, self)
 
     async def connect(self, publishers: tuple[str, ...], within: float) -> None:

@@ -53,13 +53,25 @@ def speak(
         list[str] | None,
         typer.Option(help="Speak with the AR stage that listens there; may be given again."),
     ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="Directory of keys for --connect, from `omnistage keys`."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Speak TEXT with the embedded talker, into a wav file."""
     from omnistage.cli.speak import run
 
     raise typer.Exit(
-        run(text, output, seed=seed, timeline=timeline, connect=connect or [], json=json)
+        run(
+            text,
+            output,
+            seed=seed,
+            timeline=timeline,
+            connect=connect or [],
+            keys=keys,
+            json=json,
+        )
     )
 
 
@@ -72,9 +84,17 @@ app.add_typer(stages)
 
 Preset = Annotated[str, typer.Option(help="Whose stage to run.")]
 Config = Annotated[
-    str | None, typer.Option(help="MODULE:NAME of a stage's configuration, in place of a preset.")
+    str | None,
+    typer.Option(help="MODULE:NAME of a stage's configuration, in place of a preset."),
 ]
-Bind = Annotated[str, typer.Option(help="Where to listen: ipc, or tcp://127.0.0.1:PORT.")]
+Bind = Annotated[str, typer.Option(help="Where to listen: ipc, or tcp://ADDRESS:PORT.")]
+Keys = Annotated[
+    Path | None,
+    typer.Option(help="Directory of keys for tcp, from `omnistage keys`.", file_okay=False),
+]
+Metrics = Annotated[
+    str | None, typer.Option(help="ADDRESS:PORT to serve /metrics and /health at, over HTTP.")
+]
 Drain = Annotated[
     float, typer.Option(min=0, help="Seconds that running requests have at SIGTERM or Ctrl-C.")
 ]
@@ -86,15 +106,24 @@ def stage_ar(
     config: Config = None,
     model: Annotated[str | None, typer.Option(help="Another checkpoint for it.")] = None,
     bind: Bind = "ipc",
+    keys: Keys = None,
+    metrics: Metrics = None,
     drain: Drain = 30.0,
     json: Json = False,
 ) -> None:
     """Run an AR stage, and print its endpoint when it takes requests."""
-    from omnistage.cli.stage import run_ar
+    from omnistage.cli.stage import Options, run_ar
 
-    raise typer.Exit(
-        run_ar(preset=preset, config=config, model=model, bind=bind, drain=drain, json=json)
+    options = Options(
+        preset=preset,
+        config=config,
+        bind=bind,
+        keys=keys,
+        metrics=metrics,
+        drain=drain,
+        json=json,
     )
+    raise typer.Exit(run_ar(options, model=model))
 
 
 @stages.command("decoder")
@@ -103,17 +132,38 @@ def stage_decoder(
     preset: Preset = "talker",
     config: Config = None,
     bind: Bind = "ipc",
+    keys: Keys = None,
+    metrics: Metrics = None,
     drain: Drain = 30.0,
     json: Json = False,
 ) -> None:
     """Run a decoder stage for an AR stage; several share its requests."""
-    from omnistage.cli.stage import run_decoder
+    from omnistage.cli.stage import Options, run_decoder
 
-    raise typer.Exit(
-        run_decoder(
-            preset=preset, config=config, connect=connect, bind=bind, drain=drain, json=json
-        )
+    options = Options(
+        preset=preset,
+        config=config,
+        bind=bind,
+        keys=keys,
+        metrics=metrics,
+        drain=drain,
+        json=json,
     )
+    raise typer.Exit(run_decoder(options, connect=connect))
+
+
+@app.command()
+def keys(
+    directory: Annotated[
+        Path, typer.Argument(help="A new directory; with --client, one made before.")
+    ],
+    client: Annotated[str | None, typer.Option(help="Add this client's keys to it.")] = None,
+    json: Json = False,
+) -> None:
+    """Make the keys of stages that talk over tcp, in DIRECTORY."""
+    from omnistage.cli.keys import run
+
+    raise typer.Exit(run(directory, client, json=json))
 
 
 @app.command()

@@ -73,6 +73,7 @@ def run(
     seed: int | None,
     timeline: Path | None,
     connect: Sequence[str],
+    keys: Path | None,
     json: bool,
 ) -> int:
     """Speak ``text`` into ``output``, and draw how it went into ``timeline``.
@@ -91,7 +92,8 @@ def run(
         _check_input(text, output)
         if timeline is not None:
             _check_picture(timeline, output)
-        work = _speak(text, output, seed, console, record=timeline is not None, connect=connect)
+        pipeline = _pipeline(connect, keys)
+        work = _speak(pipeline, text, output, seed, console, record=timeline is not None)
         spoken, times = asyncio.run(_stoppable(work, stopped))
     except (ConfigError, StartupError, UnsupportedEnvironment) as error:
         return complain(console, error, STARTUP)
@@ -127,18 +129,18 @@ async def _stoppable(work: Coroutine[None, None, _T], stopped: list[int]) -> _T:
 
 
 async def _speak(
+    stages: Pipeline,
     text: str,
     output: Path,
     seed: int | None,
     console: Console,
     *,
     record: bool,
-    connect: Sequence[str],
 ) -> tuple[Spoken, Timeline]:
     began = time.monotonic()
     timeline = Timeline()
-    with console.status("connecting" if connect else "starting vLLM") as status:
-        async with _pipeline(connect) as pipeline:
+    with console.status("starting vLLM") as status:
+        async with stages as pipeline:
             started = time.monotonic()
             status.update("speaking")
             pieces: list[Pcm] = []
@@ -176,9 +178,9 @@ async def _speak(
     ), timeline
 
 
-def _pipeline(connect: Sequence[str]) -> Pipeline:
+def _pipeline(connect: Sequence[str], keys: Path | None) -> Pipeline:
     if connect:
-        return Pipeline.connect(*connect)
+        return Pipeline.connect(*connect, keys=keys)
     # Nothing has run in this process that a fork could break, and spawning takes 14 s longer.
     return Pipeline.from_preset("talker", start_method="fork" if is_cpu_build() else None)
 

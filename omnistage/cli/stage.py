@@ -6,7 +6,8 @@ import asyncio
 import importlib
 import logging
 import sys
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -24,12 +25,14 @@ from omnistage.errors import (
     UnsupportedEnvironment,
 )
 from omnistage.models import load_preset
+from omnistage.monitoring import Health, MetricsServer, serve_metrics
 from omnistage.services.ar import ARService
 from omnistage.services.decoder import DecoderService
 from omnistage.services.process import host
 from omnistage.stages.ar import ARStage
 from omnistage.stages.environment import is_cpu_build
 from omnistage.transport.endpoints import beside, check_bind, check_endpoint
+from omnistage.transport.keys import load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,27 +43,44 @@ if TYPE_CHECKING:
 _Config = TypeVar("_Config", ARStageConfig, DecoderStageConfig)
 
 
-def run_ar(
-    *,
-    preset: str,
-    config: str | None,
-    model: str | None,
-    bind: str,
-    drain: float,
-    json: bool,
-) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What both kinds of stages are told.
+
+    Args:
+        preset: Whose stage it is.
+        config: ``MODULE:NAME`` of its configuration instead.
+        bind: Where it listens.
+        keys: Directory of the CURVE keys of its tcp sockets.
+        metrics: Where metrics and health are served over HTTP, if they are.
+        drain: Seconds that running requests have when it is told to stop.
+        json: Whether to say in JSON that it is ready.
+    """
+
+    preset: str
+    config: str | None
+    bind: str
+    keys: Path | None
+    metrics: str | None
+    drain: float
+    json: bool
+
+
+def run_ar(options: Options, *, model: str | None) -> int:
     """Serve an AR stage; returns the exit code."""
+    bind, config = options.bind, options.config
 
     def make() -> Callable[[Endpoints], Service]:
-        check_bind(bind)
         if config is None:
             # Nothing has run in this process that a fork could break.
             changes = {"start_method": "fork"} if is_cpu_build() else {}
-            stage, _ = load_preset(preset, **changes, **({"model": model} if model else {}))
+            if model:
+                changes["model"] = model
+            stage, _ = load_preset(options.preset, **changes)
         else:
             stage = _load(config, ARStageConfig)
             stage = replace(stage, model=model) if model else stage
-        stage = replace(stage, bind=beside(bind))
+        stage = replace(stage, bind=beside(bind), keys=options.keys)
         return lambda endpoints: ARService(
             ARStage(stage, endpoints),
             endpoints,
@@ -69,44 +89,67 @@ def run_ar(
             codebooks=getattr(stage.processor, "codebooks", 0),
         )
 
-    return _run(make, drain=drain, json=json)
+    return _run(make, options)
 
 
-def run_decoder(
-    *, preset: str, config: str | None, connect: str, bind: str, drain: float, json: bool
-) -> int:
+def run_decoder(options: Options, *, connect: str) -> int:
     """Serve a decoder stage; returns the exit code."""
+    bind, config = options.bind, options.config
 
     def make() -> Callable[[Endpoints], Service]:
-        check_bind(bind)
         check_endpoint(connect)
-        stage = load_preset(preset)[1] if config is None else _load(config, DecoderStageConfig)
+        if config is None:
+            stage = load_preset(options.preset)[1]
+        else:
+            stage = _load(config, DecoderStageConfig)
         return lambda endpoints: DecoderService(stage, endpoints, connect=connect, bind=bind)
 
-    return _run(make, drain=drain, json=json)
+    return _run(make, options)
 
 
-def _run(make: Callable[[], Callable[[Endpoints], Service]], *, drain: float, json: bool) -> int:
+def _run(make: Callable[[], Callable[[Endpoints], Service]], options: Options) -> int:
     prepare()
     logging.getLogger("omnistage").setLevel(logging.INFO)
     console = Console(stderr=True)
-    try:
-        serving = host(make(), drain_seconds=drain, on_ready=partial(_report, json=json))
-        return asyncio.run(serving)
-    except (ConfigError, StartupError, UnsupportedEnvironment) as error:
-        return complain(console, error, STARTUP)
-    except InvalidRequest as error:
-        return complain(console, error, USAGE)
-    except (OmniStageError, OSError) as error:
-        return complain(console, error, 1)
+    with ExitStack() as stack:
+
+        def ready(service: Service) -> None:
+            monitor = None
+            if options.metrics is not None:
+                health = partial(_health, service)
+                monitor = stack.enter_context(serve_metrics(options.metrics, health))
+            _report(service, monitor, json=options.json)
+
+        try:
+            check_bind(options.bind, load_keys(options.keys))
+            return asyncio.run(
+                host(make(), keys=options.keys, drain_seconds=options.drain, on_ready=ready)
+            )
+        except (ConfigError, StartupError, UnsupportedEnvironment) as error:
+            return complain(console, error, STARTUP)
+        except InvalidRequest as error:
+            return complain(console, error, USAGE)
+        except (OmniStageError, OSError) as error:
+            return complain(console, error, 1)
 
 
-def _report(service: Service, *, json: bool) -> None:
+def _health(service: Service) -> Health:
+    closed = service.closed
+    return Health(
+        ok=closed is None, reason=None if closed is None else str(closed), running=len(service)
+    )
+
+
+def _report(service: Service, monitor: MetricsServer | None, *, json: bool) -> None:
     """Say where it listens, on standard output: who starts the others reads it there."""
+    told = {"stage": service.name, "endpoint": service.endpoint}
+    if monitor is not None:
+        told["metrics"] = f"http://{monitor.address}/metrics"
     if json:
-        ready = msgspec.json.encode({"stage": service.name, "endpoint": service.endpoint}).decode()
+        ready = msgspec.json.encode(told).decode()
     else:
         ready = f"stage {service.name} is ready at {service.endpoint}"
+        ready += "" if monitor is None else f", metrics at http://{monitor.address}/metrics"
     sys.stdout.write(ready + "\n")
     sys.stdout.flush()
 

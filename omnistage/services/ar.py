@@ -77,6 +77,7 @@ class ARService:
         self._server: ServiceServer | None = None
         self._running: dict[str, tuple[Client, RunningRequest]] = {}
         self._awaited: dict[str, Client] = {}  # requests that are over and will be continued
+        self._continued: set[str] = set()  # those that run and have been already
         self._decoders: dict[bytes, DecoderInfo] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -232,13 +233,17 @@ class ARService:
 
         def on_done(outcome: Usage | OmniStageError) -> None:
             self._running.pop(request_id, None)
-            if message.more and not isinstance(outcome, OmniStageError):
+            expected = message.more and request_id not in self._continued
+            self._continued.discard(request_id)
+            if expected and not isinstance(outcome, OmniStageError):
                 self._awaited[request_id] = client
             self._idle.set()
             self._send(client, Done.of(request_id, outcome))
 
-        continues = message.after in self._running or message.after in self._awaited
-        self._awaited.pop(message.after or "", None)
+        after = message.after or ""
+        continues = after in self._running or after in self._awaited
+        if self._awaited.pop(after, None) is None and continues:
+            self._continued.add(after)  # its last update was faster than its outcome
         try:
             if (closed := self.closed) is not None and not (continues and self._draining):
                 raise closed

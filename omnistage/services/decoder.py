@@ -121,6 +121,7 @@ class DecoderService:
             directory=str(self._endpoints.directory),
             control=self._control.endpoint,
             owner_pid=os.getpid(),
+            keys=self._endpoints.keys,
         )
         self._publisher = Publisher(self._out, config)
         await to_thread.run_sync(self._publisher.start)

@@ -11,9 +11,11 @@ import anyio
 
 from omnistage.stages.base import settled
 from omnistage.transport.endpoints import Endpoints
+from omnistage.transport.keys import load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+    from pathlib import Path
 
     from omnistage.errors import StageClosed
 
@@ -62,6 +64,7 @@ class Service(Protocol):
 async def host(
     make: Callable[[Endpoints], Service],
     *,
+    keys: str | Path | None = None,
     drain_seconds: float,
     on_ready: Callable[[Service], None],
 ) -> int:
@@ -72,6 +75,7 @@ async def host(
 
     Args:
         make: Makes the service.
+        keys: Directory of the CURVE keys of its tcp sockets.
         drain_seconds: How long to wait for the running requests.
         on_ready: Called when it takes requests.
 
@@ -88,7 +92,7 @@ async def host(
         tasks.append(asyncio.get_running_loop().create_task(work))
         return tasks[-1]
 
-    with Endpoints() as endpoints:
+    with Endpoints(keys=load_keys(keys)) as endpoints:
         service = make(endpoints)
         try:
             starting = begin(service.start())

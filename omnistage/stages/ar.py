@@ -38,6 +38,7 @@ from omnistage.stages.base import settled
 from omnistage.stages.environment import check_environment
 from omnistage.transport.control import ControlServer
 from omnistage.transport.endpoints import check_bind
+from omnistage.transport.keys import load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,8 +68,8 @@ class ARStage:
         llm: An engine that runs already, attached to this stage's configuration; it stays.
 
     Raises:
-        ConfigError: A bind address that is not allowed, or a processor or an input adapter that is
-            none.
+        ConfigError: A bind address that is not allowed, keys that cannot be used, or a processor or
+            an input adapter that is none.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ARStage:
         self._config = config
         self._endpoints = endpoints
         self._llm = llm
-        check_bind(config.bind)
+        check_bind(config.bind, load_keys(config.keys))
         if not isinstance(config.processor, ChunkProcessor):
             raise ConfigError(f"{config.processor!r} is no ChunkProcessor", stage=config.name)
         if not isinstance(config.input_adapter, InputAdapter | None):

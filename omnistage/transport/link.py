@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import zmq
 
 from omnistage.errors import ProtocolError, UpdatesLost
-from omnistage.transport.endpoints import close_quietly, set_options
+from omnistage.transport.endpoints import close_quietly, connect, set_options
 from omnistage.transport.reader import SocketReader
 from omnistage.transport.reassembly import Gap, Reassembly
 from omnistage.wire import (
@@ -195,7 +195,7 @@ class Link:
         # The same after a cut, so that the publisher takes us for whom we are.
         self._socket.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))
         try:
-            self._socket.connect(endpoint)
+            connect(self._socket, endpoint, endpoints.curve)
         except zmq.ZMQError as error:
             close_quietly(self._socket)
             raise ProtocolError(f"no delivery endpoint: {endpoint[:80]!r}: {error}") from error

@@ -28,6 +28,7 @@ from omnistage.errors import (
     UpdatesLost,
 )
 from omnistage.transport.control import core_identity
+from omnistage.transport.curve import Curve
 from omnistage.transport.delivery import Delivery
 from omnistage.transport.endpoints import (
     LINGER_MS,
@@ -36,6 +37,7 @@ from omnistage.transport.endpoints import (
     listen,
     set_options,
 )
+from omnistage.transport.keys import Keys
 from omnistage.transport.owner import end_with
 from omnistage.transport.retained import Ledger
 from omnistage.wire import (
@@ -103,16 +105,18 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where a publisher binds and whom it reports to.
 
     Args:
-        bind: ``ipc`` or ``tcp://127.0.0.1:PORT``.
+        bind: ``ipc`` or ``tcp://ADDRESS:PORT``.
         directory: Private directory for ipc paths.
         control: The AR stage's control endpoint.
         owner_pid: Process that started the engine; the engine ends when that is gone.
+        keys: Where the keys of its tcp sockets are.
     """
 
     bind: str
     directory: str
     control: str
     owner_pid: int
+    keys: Keys | None = None
 
 
 class Publisher:
@@ -131,11 +135,17 @@ class Publisher:
         self._dp_index = dp_index
         self._ledger = Ledger(source.undelivered, max_topics=MAX_TOPICS)
         self._delivery_endpoint = ""
+        self._curve: Curve | None = None
         self._stopping = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._bound = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="omnistage-publisher", daemon=True)
+
+    @property
+    def refused(self) -> int:
+        """Connections that were not admitted so far, for want of a key that is known."""
+        return 0 if self._curve is None else self._curve.refused
 
     def start(self) -> None:
         """Start the thread and return when it is bound; then it says hello on the control socket.
@@ -195,8 +205,10 @@ class Publisher:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer whose connection was cut comes again
         directory = Path(self._config.directory)
-        endpoint = listen(data, self._config.bind, directory)
-        self._delivery_endpoint = listen(router, beside(self._config.bind), directory)
+        curve = None if self._config.keys is None else Curve(context, self._config.keys)
+        self._curve = curve
+        endpoint = listen(data, self._config.bind, directory, curve)
+        self._delivery_endpoint = listen(router, beside(self._config.bind), directory, curve)
         delivery = Delivery(router, self._ledger, epoch=self.epoch, dp_index=self._dp_index)
         self._bound.set()
         control.setsockopt(zmq.ROUTING_ID, core_identity(self._dp_index))

@@ -18,7 +18,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from omnistage.errors import ConfigError, OmniStageError, ProtocolError, StartupError
-from omnistage.transport.endpoints import close_quietly, listen, set_options
+from omnistage.transport.curve import FAILED_HANDSHAKE, explain_handshake
+from omnistage.transport.endpoints import close_quietly, connect, listen, set_options
 from omnistage.transport.reader import SocketReader
 from omnistage.wire import PROTOCOL_VERSION, encode
 from omnistage.wire_services import (
@@ -122,7 +123,7 @@ class ServiceServer:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
-            self.endpoint = listen(self._socket, bind, endpoints.directory)
+            self.endpoint = listen(self._socket, bind, endpoints.directory, endpoints.curve)
         except zmq.ZMQError as error:
             close_quietly(self._socket)
             raise StartupError(f"the service cannot listen at {bind}: {error}") from error
@@ -278,6 +279,7 @@ class ServiceLink:
         self.greeting = greeting
         self.welcome: Welcome | None = None
         self.refused: str | None = None
+        self._handshake: str | None = None
         self._handler = handler
         self._loop = asyncio.get_running_loop()
         self._answered = asyncio.Event()
@@ -288,9 +290,10 @@ class ServiceLink:
         self._socket.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | FAILED_HANDSHAKE)
+        monitor.setsockopt(zmq.RCVHWM, 0)  # else libzmq's I/O thread would wait for us to read
         try:
-            self._socket.connect(endpoint)
+            connect(self._socket, endpoint, endpoints.curve)
         except zmq.ZMQError as error:
             self._socket.disable_monitor()
             close_quietly(self._socket)
@@ -320,8 +323,8 @@ class ServiceLink:
         if self.refused is not None:
             raise StartupError(f"the service at {self.endpoint} refuses: {self.refused}")
         raise StartupError(
-            f"no service answers at {self.endpoint} after {within:g} s; is it running, and is that "
-            "the endpoint it printed?"
+            f"no service answers at {self.endpoint} after {within:g} s; "
+            + (self._handshake or "is it running, and is that the endpoint it printed?")
         )
 
     def introduce(self, greeting: Greet) -> None:
@@ -362,7 +365,10 @@ class ServiceLink:
         close_quietly(self._socket)
 
     def _on_event(self, frames: list[bytes]) -> None:
-        if parse_monitor_message(frames)["event"] == zmq.EVENT_DISCONNECTED and self.up:
+        event = parse_monitor_message(frames)["event"]
+        if event & FAILED_HANDSHAKE:
+            self._handshake = explain_handshake(event)
+        elif self.up:
             # A process that was killed is noticed at once; one that was cut off has time to answer.
             self._heard = min(self._heard, time.monotonic() - SILENT_SECONDS + RECONNECT_SECONDS)
             self._timer.cancel()

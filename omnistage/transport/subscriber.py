@@ -14,7 +14,8 @@ import anyio
 import zmq
 
 from omnistage.errors import ConfigError, ProtocolError, StartupError
-from omnistage.transport.endpoints import close_quietly, set_options
+from omnistage.transport.curve import FailedHandshakes
+from omnistage.transport.endpoints import close_quietly, connect, set_options
 from omnistage.transport.link import Feed
 from omnistage.transport.reader import SocketReader
 from omnistage.wire import Subscribed, Update, decode_data, topic
@@ -94,20 +95,25 @@ class Subscriber:
             StartupError: Not all have confirmed in time.
         """
         self._publishers += len(publishers)
-        for endpoint in publishers:
-            try:
-                self._socket.connect(endpoint)
-            except zmq.ZMQError as error:
-                raise ConfigError(f"cannot connect to {endpoint!r}: {error}") from error
-        self._reader.touch()
-        with anyio.move_on_after(within) as scope:
-            await self._confirmed.wait()
-        if scope.cancelled_caught:
-            raise StartupError(
-                f"{len(self._up)} of {self._publishers} publishers confirmed the "
-                f"subscription of {self.topic!r} within {within:g} s; is the AR stage running at "
-                f"{list(publishers)}?"
-            )
+        handshakes = FailedHandshakes(self._socket)
+        try:
+            for endpoint in publishers:
+                try:
+                    connect(self._socket, endpoint, self._endpoints.curve)
+                except zmq.ZMQError as error:
+                    raise ConfigError(f"cannot connect to {endpoint!r}: {error}") from error
+            self._reader.touch()
+            with anyio.move_on_after(within) as scope:
+                await self._confirmed.wait()
+            if scope.cancelled_caught:
+                why = handshakes.why()
+                raise StartupError(
+                    f"{len(self._up)} of {self._publishers} publishers confirmed the "
+                    f"subscription of {self.topic!r} within {within:g} s; "
+                    + (why or f"is the AR stage running at {list(publishers)}?")
+                )
+        finally:
+            handshakes.close()
 
     def pause(self) -> None:
         """Leave messages in the socket, whose queue is bounded. Idempotent."""

@@ -17,6 +17,7 @@ import omnistage
 from omnistage import errors, wire
 from omnistage.cli.app import app
 from omnistage.cli.check import Report
+from omnistage.cli.keys import Made
 from omnistage.cli.speak import Spoken
 from omnistage.metrics import Metrics
 from omnistage.pipeline import Pipeline
@@ -86,7 +87,7 @@ def test_every_command_and_option_is_documented() -> None:
             for option in parameter.opts:
                 spelled = option if option.startswith("-") else option.upper()
                 assert f"`{spelled}`" in text, f"{name} {option}"
-    for field in (*Spoken.__dataclass_fields__, *Report.__struct_fields__):
+    for field in (*Spoken.__dataclass_fields__, *Report.__struct_fields__, *Made.__struct_fields__):
         assert f"`{field}`" in text
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from omnistage.errors import (
 )
 from omnistage.request import FinishReason
 from omnistage.testing import FakeDecoder, Script
+from omnistage.transport.keys import Keys, make_keys
 from tests.services.factories import Services
 
 IDS = list(range(100, 140))
@@ -431,3 +434,20 @@ async def test_a_text_that_is_not_finished_leaves_nothing(services: Services) ->
             async with pipeline.submit("a b c slow d") as stream:
                 await anext(aiter(stream))
         await nothing_is_left(ar, decoder)
+
+
+async def test_over_tcp_with_keys_known_clients_only(tmp_path: Path) -> None:
+    keys, other_keys = tmp_path / "keys", tmp_path / "others"
+    make_keys(keys)
+    make_keys(other_keys)
+    bind = "tcp://127.0.0.1:0"
+    async with AsyncExitStack() as stack:
+        services = Services(stack, keys=Keys.load(keys))
+        ar = await services.ar(by_prompt, bind=bind)
+        await services.decoder(ar, bind=bind)
+        async with Pipeline.connect(ar.endpoint, keys=keys) as pipeline:
+            assert await heard(pipeline, "a") == [ord("a")] * 10
+        with pytest.raises(StartupError, match="keys"):
+            await Pipeline.connect(ar.endpoint, within=1.0).__aenter__()
+        with pytest.raises(StartupError, match="keys"):
+            await Pipeline.connect(ar.endpoint, keys=other_keys, within=1.0).__aenter__()

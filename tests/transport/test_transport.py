@@ -25,6 +25,7 @@ from omnistage.request import Start
 from omnistage.transport.control import ControlServer
 from omnistage.transport.endpoints import Endpoints, check_bind
 from omnistage.transport.handover import HandOver
+from omnistage.transport.keys import Keys, make_keys
 from omnistage.transport.publisher import Outgoing, Publisher, PublisherConfig
 from omnistage.transport.subscriber import Subscriber
 from omnistage.wire import (
@@ -111,6 +112,7 @@ class Site:
             directory=str(self.endpoints.directory),
             control=self.control.endpoint,
             owner_pid=os.getpid(),
+            keys=None if self.endpoints.curve is None else self.endpoints.curve.keys,
         )
         self.publishers.append(Publisher(source, config, dp_index=rank))
         self.control.hellos.pop(rank, None)
@@ -126,10 +128,14 @@ class Site:
         return subscriber
 
 
-@pytest.fixture(params=["ipc", "tcp://127.0.0.1:0"])
-async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
-    with Endpoints() as endpoints:
-        site = Site(endpoints, request.param)
+@pytest.fixture(params=["ipc", "tcp", "tcp with keys"])
+async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Site]:
+    keys = None
+    if request.param == "tcp with keys":
+        make_keys(tmp_path / "keys")
+        keys = Keys.load(tmp_path / "keys")
+    with Endpoints(keys=keys) as endpoints:
+        site = Site(endpoints, "ipc" if request.param == "ipc" else "tcp://127.0.0.1:0")
         yield site
         for publisher in site.publishers:
             assert publisher.close(5)
@@ -341,6 +347,7 @@ class Relay:
         self._delay = delay
         self._server = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        self.passed = b""
         self._sockets: list[socket.socket] = []
         self._all: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -389,6 +396,7 @@ class Relay:
                         sink.sendall(chunk[:early])
                         time.sleep(self._delay)
                         chunk, waited = chunk[early:], True
+                self.passed += chunk
                 sink.sendall(chunk)
         except OSError:
             return
@@ -627,6 +635,11 @@ def test_a_directory_too_deep_for_a_socket_is_refused(tmp_path: Path) -> None:
         "tcp://0.0.0.0:0",
         "tcp://*:5",
         "tcp://10.0.0.1:5",
+        "tcp://[::]:5",
+        "tcp://[::1:5",
+        "tcp://example.org:5",
+        "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:²",
         "udp://127.0.0.1:1",
         "",
         "tcp://127.0.0.1:x",
