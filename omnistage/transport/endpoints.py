@@ -58,7 +58,13 @@ class Endpoints:
                 f"{self.directory} is too long for a socket path; set TMPDIR to a short directory"
             )
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.curve = None if keys is None else Curve(self.context, keys)
+        self.curve: Curve | None = None
+        if keys is not None:
+            try:
+                self.curve = Curve(self.context, keys)
+            except ConfigError:
+                self.close()
+                raise
 
     def __enter__(self) -> Self:
         return self
