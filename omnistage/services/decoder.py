@@ -24,7 +24,8 @@ from omnistage.stages.branch import Branch
 from omnistage.transport.control import ControlServer
 from omnistage.transport.endpoints import beside
 from omnistage.transport.publisher import Publisher, PublisherConfig
-from omnistage.transport.service import ServiceLink, ServiceServer
+from omnistage.transport.service import ServiceServer
+from omnistage.transport.service_link import ServiceLink
 from omnistage.wire import PROTOCOL_VERSION, parse_topic
 from omnistage.wire_services import Abort, Aborted, DecoderInfo, Fault, Greet, Read
 

@@ -18,7 +18,7 @@ from omnistage.errors import (
     StreamClosed,
 )
 from omnistage.services.remote_branch import RemoteBranch
-from omnistage.transport.service import ServiceLink
+from omnistage.transport.service_link import ServiceLink
 from omnistage.wire import PROTOCOL_VERSION
 from omnistage.wire_services import (
     Abort,

@@ -17,7 +17,7 @@ from omnistage.errors import (
     error_of_kind,
 )
 from omnistage.services.audio import Inlet
-from omnistage.transport.service import ServiceLink
+from omnistage.transport.service_link import ServiceLink
 from omnistage.transport.subscriber import Subscriber
 from omnistage.wire import PROTOCOL_VERSION
 from omnistage.wire_services import SPEECH, Abort, Aborted, Greet, Read

@@ -62,7 +62,13 @@ class Endpoints:
             )
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.keys = keys
-        self.curve = None if keys is None else Curve(self.context, keys)
+        self.curve: Curve | None = None
+        if keys is not None:
+            try:
+                self.curve = Curve(self.context, keys)
+            except ConfigError:
+                self.close()
+                raise
 
     def __enter__(self) -> Self:
         return self

@@ -114,6 +114,7 @@ class Subscriber:
                 )
         finally:
             handshakes.close()
+            self._reader.touch()  # as after everything that uses the socket
 
     def pause(self) -> None:
         """Leave messages in the socket, whose queue is bounded. Idempotent."""

@@ -13,7 +13,7 @@ import pytest
 import zmq.auth
 
 from omnistage.errors import ConfigError
-from omnistage.transport.endpoints import check_bind
+from omnistage.transport.endpoints import Endpoints, check_bind
 from omnistage.transport.keys import Keys, add_client, load_keys, make_keys
 from omnistage.transport.publisher import PublisherConfig
 
@@ -170,6 +170,17 @@ def test_what_travels_holds_no_secret(directory: Path) -> None:
     secrets = [keys.server_pair()[1], keys.client_pair()[1]]
     for text in (pickle.dumps(config), repr(config).encode(), str(keys).encode()):
         assert not any(secret in text for secret in secrets)
+
+
+def test_keys_that_went_bad_leave_no_directory_of_sockets(
+    directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    short = tmp_path_factory.mktemp("s")  # for the sockets' paths
+    keys = Keys.load(directory)
+    (directory / "server.key").write_text("nothing")
+    with pytest.raises(ConfigError, match=r"server\.key"):
+        Endpoints(short, keys=keys)
+    assert list(short.iterdir()) == []
 
 
 def test_no_directory_means_no_keys() -> None:
