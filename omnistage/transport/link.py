@@ -61,6 +61,7 @@ class Feed:
         on_data: Called with each message and its buffers, in order, each once.
         on_lost: Called wherever messages are missing.
         on_up: Called when the publisher knows of us.
+        ask: Called to subscribe again where the publisher is silent; another may be in its place.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Feed:
         on_data: Callable[[Data, Sequence[Buffer]], None],
         on_lost: Callable[[UpdatesLost], None],
         on_up: Callable[[int], None],
+        ask: Callable[[], None],
     ) -> None:
         self.topic = topic
         self.reassembly: Reassembly[Message] = Reassembly()
@@ -81,6 +83,7 @@ class Feed:
         self._on_data = on_data
         self._on_lost = on_lost
         self._on_up = on_up
+        self.ask_publisher = ask
         self._link: Link | None = None
         self._held = False
 
@@ -265,6 +268,8 @@ class Link:
             self._silent = True
             for feed in [feed for feeds in self._feeds.values() for feed in feeds]:
                 feed.silent()
+        for feed in [feed for feeds in self._feeds.values() for feed in feeds]:
+            feed.ask_publisher()
         if self._feeds:
             self.ack(self._feeds)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import anyio
 import zmq
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from omnistage.wire import Buffer, Data
 
 log = logging.getLogger(__name__)
+
+_ASK_SECONDS: Final = 0.25
+"""Until a subscription that is not confirmed is sent again; doubles each time."""
+_SLOWEST_ASK_SECONDS: Final = 2.0
 
 
 class UpdateHandler(Protocol):
@@ -101,7 +105,7 @@ class Subscriber:
                 raise ConfigError(f"cannot connect to {endpoint!r}: {error}") from error
         self._reader.touch()
         with anyio.move_on_after(within) as scope:
-            await self._confirmed.wait()
+            await self._wait_until_confirmed()
         if scope.cancelled_caught:
             raise StartupError(
                 f"{len(self._up)} of {self._publishers} publishers confirmed the "
@@ -125,6 +129,26 @@ class Subscriber:
             feed.close()
         self._reader.close()
         close_quietly(self._socket)
+
+    async def _wait_until_confirmed(self) -> None:
+        """Ask again from time to time: the confirmation, or what follows it, may be lost."""
+        pause = _ASK_SECONDS
+        while not self._confirmed.is_set():
+            with anyio.move_on_after(pause):
+                await self._confirmed.wait()
+                return
+            self._ask()
+            pause = min(2 * pause, _SLOWEST_ASK_SECONDS)
+
+    def _ask(self) -> None:
+        """Subscribe again; every publisher answers.
+
+        After an unsubscription: whoever passes subscriptions on counts them. What is published
+        between the two is sent again.
+        """
+        self._socket.setsockopt(zmq.UNSUBSCRIBE, self.topic)
+        self._socket.setsockopt(zmq.SUBSCRIBE, self.topic)
+        self._reader.touch()
 
     def _hold(self, held: bool) -> None:
         if held != self._held:
@@ -161,6 +185,7 @@ class Subscriber:
                 on_data=self._on_data,
                 on_lost=self._on_lost,
                 on_up=self._on_up,
+                ask=self._ask,
             )
         feed.subscribed(message)
 
