@@ -211,7 +211,8 @@ class Publisher:
             ready = dict(poller.poll(delivery.wait_ms()))
             # Subscriptions first: a request is admitted only after its subscription was answered.
             # Then acknowledgements, which give credit.
-            self._answer_subscriptions(data)
+            if data in ready:
+                self._answer_subscriptions(data)
             if router in ready:
                 delivery.receive()
             delivery.beat()
