@@ -157,7 +157,9 @@ class _Inbox:
         self._news = asyncio.Event()
         self._closed = False
         self._share = Share()
-        self._subscriber = Subscriber(self._share.endpoints, channel, subscriber, self)
+        self._subscriber = Subscriber(
+            self._share.endpoints, channel, subscriber, self, unread=self._items.__len__
+        )
 
     async def connect(self, publishers: tuple[str, ...], within: float) -> None:
         await self._subscriber.connect(publishers, within=within)

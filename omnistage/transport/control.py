@@ -64,6 +64,8 @@ class ControlServer:
         self._socket = endpoints.context.socket(zmq.ROUTER)
         set_options(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A core that starts again may come before the end of its former connection is noticed.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if bind is None:
             self.endpoint = listen(self._socket, IPC, endpoints.directory)
         else:

@@ -96,6 +96,12 @@ def check_bind(bind: str) -> str:
     )
 
 
+def is_local(endpoint: str) -> bool:
+    """Whether a peer at ``endpoint`` is on this host, and so has the same monotonic clock."""
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    return endpoint.startswith("ipc://") or host in {"127.0.0.1", "localhost", "[::1]"}
+
+
 def beside(bind: str) -> str:
     """Where a second socket binds beside one at ``bind``: a free port of the same host."""
     return bind if bind == IPC else f"{bind.rpartition(':')[0]}:0"
@@ -117,12 +123,20 @@ def listen(socket: zmq.Socket[bytes], bind: str, directory: Path) -> str:
     return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
-def set_options(socket: zmq.Socket[bytes], *, linger_ms: int = LINGER_MS) -> None:
-    """Give ``socket`` the bounds that every socket of ours has, before it binds or connects."""
+def set_options(
+    socket: zmq.Socket[bytes], *, linger_ms: int = LINGER_MS, max_bytes: int = MAX_BUFFER_BYTES
+) -> None:
+    """Give ``socket`` the bounds that every socket of ours has, before it binds or connects.
+
+    Args:
+        socket: The socket.
+        linger_ms: What it may send after it is closed.
+        max_bytes: Of a frame; ZeroMQ disconnects whoever announces more, before it allocates.
+    """
     socket.setsockopt(zmq.LINGER, linger_ms)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_BUFFER_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
 
 
 def close_quietly(socket: zmq.Socket[bytes]) -> None:

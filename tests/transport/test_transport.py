@@ -506,7 +506,7 @@ async def test_malformed_frames_are_counted_and_the_stream_lives_on() -> None:
         for frames in ([], [b"\xc1"], [bad[:-3]], [bad]):
             hostile.delivery.send_multipart([hostile.peer, subscriber.topic, *frames])
         await handler.wait_for(lambda: handler.ids == [4, 5])
-        assert subscriber.malformed == 6
+        assert subscriber.counts.malformed == 6 + 3
         hostile.data.send_multipart([subscriber.topic, good])  # again
         hostile.data.send_multipart([subscriber.topic, last])
         assert await asyncio.to_thread(hostile.asked) == (2, 4)
