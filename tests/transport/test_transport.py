@@ -472,6 +472,13 @@ class Hostile:
         beat = Heartbeat(PROTOCOL_VERSION, 1, 0, ((self.topic, first, next_sequence),))
         self.delivery.send_multipart([self.peer, encode(beat)])
 
+    def send_junk(self, where: str, frames: list[bytes]) -> None:
+        """Send frames that are no message to the subscriber, on either socket."""
+        if where == "data":
+            self.data.send_multipart([self.topic, *frames])
+        else:
+            self.delivery.send_multipart([self.peer, *frames])
+
     def asked(self) -> tuple[int, int]:
         """The next request for a replay."""
         while True:
