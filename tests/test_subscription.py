@@ -127,16 +127,20 @@ def cpu_by_thread() -> dict[str, float]:
 async def test_one_that_is_dropped_open_is_closed_and_says_so() -> None:
     async with Pipeline(ar=scripted(Script(ids=range(9))), decoder=None) as pipeline:
 
-        async def last() -> int:
+        async def last(confirmed: asyncio.Event) -> int:
+            updates = subscribe(pipeline.endpoints)
+            await updates.__aenter__()
+            confirmed.set()
             # To the request's end: one whose subscriber leaves before fails, and rightly.
-            async for update in subscribe(pipeline.endpoints):
+            async for update in updates:
                 if update.terminal is not None:
                     return update.position
             return -1
 
         async def round_trip() -> None:
-            reading = asyncio.create_task(last())
-            await asyncio.sleep(0.1)
+            confirmed = asyncio.Event()
+            reading = asyncio.create_task(last(confirmed))
+            await confirmed.wait()
             await pipeline.submit("Hello.", subscribers=["tokens"]).finished()
             assert await reading > 0
 
