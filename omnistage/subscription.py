@@ -15,8 +15,9 @@ from omnistage.config import AUDIO
 from omnistage.errors import ConfigError, StreamClosed
 from omnistage.request import Payload, TokenUpdate
 from omnistage.stages.environment import check_event_loop
-from omnistage.transport.endpoints import Endpoints, check_endpoint
+from omnistage.transport.endpoints import check_endpoint
 from omnistage.transport.keys import Keys, load_keys
+from omnistage.transport.shared import Share
 from omnistage.transport.subscriber import Subscriber
 from omnistage.wire import topic
 
@@ -83,6 +84,7 @@ class Subscription:
     Updates of a request come in order, each once. A gap raises UpdatesLost where it is; reading on
     gives what came behind it. It has no end of its own: close it, or leave ``async with``. A reader
     that falls behind without end fails its requests with SubscriberStalled, not its memory.
+    All those of an event loop share one connection a publisher for what is not data.
     """
 
     def __init__(
@@ -166,8 +168,10 @@ class _Inbox:
         self._items: deque[TokenUpdate | UpdatesLost] = deque()
         self._news = asyncio.Event()
         self._closed = False
-        self._endpoints = Endpoints(keys=keys)
-        self._subscriber = Subscriber(self._endpoints, channel, subscriber, self)
+        self._share = Share(keys)
+        self._subscriber = Subscriber(
+            self._share.endpoints, channel, subscriber, self, unread=self._items.__len__
+        )
 
     async def connect(self, publishers: tuple[str, ...], within: float) -> None:
         await self._subscriber.connect(publishers, within=within)
@@ -189,12 +193,12 @@ class _Inbox:
         self._items.clear()
         self._news.set()
         self._subscriber.close()
-        self._endpoints.close()
+        self._share.close()
 
     def close_threadsafe(self) -> None:
         """As :meth:`close`, from a finalizer: any thread, any time."""
         if self._loop.is_closed():
-            self._endpoints.close()
+            self._share.close()
         else:
             self._loop.call_soon_threadsafe(self.close)
 

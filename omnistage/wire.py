@@ -7,7 +7,7 @@ allocates and raises :class:`ProtocolError`, nothing else.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
 
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PROTOCOL_VERSION: Final = 1
-MAX_HEADER_BYTES: Final = 64 << 20
+MAX_HEADER_BYTES: Final = 16 << 20
+"""A heartbeat of 65,536 topics has 10 MiB. Decoded, a header can take 60 times its size."""
+MAX_SUBSCRIPTION_BYTES: Final = 4096  # a topic has 130; but ZeroMQ counts its handshake too
+MAX_ERROR: Final = 4096  # characters: what a user's code raises can be as long as its input
 MAX_CONSUMERS: Final = 64
-MAX_ID: Final = 512
-"""Characters of a request's id, which every update of it repeats."""
+MAX_ID: Final = 512  # characters of a request's id, which every update of it repeats
 
 _END: Final = b"\x00"
 
@@ -276,7 +278,6 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
 DataMessage = Data | Subscribed
 ControlMessage = Hello | Failed | Release | Released
 DeliveryMessage = Ack | Replay | Leave | Heartbeat
-
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 _data_decoder = msgspec.msgpack.Decoder(DataMessage)
@@ -369,17 +370,27 @@ def decode_with(decoder: msgspec.msgpack.Decoder[_T], header: Buffer) -> _T:
     return message
 
 
+class _Head(msgspec.Struct, array_like=True):
+    """A message's first two fields; what follows is passed over, not allocated."""
+
+    first: msgspec.Raw
+    second: msgspec.Raw = msgspec.Raw()
+
+
+_head_decoder = msgspec.msgpack.Decoder(_Head)
+_int_decoder = msgspec.msgpack.Decoder(int)
+
+
 def _explain(header: Buffer, error: Exception) -> str:
     """Name another version as such: its fields may differ, and decoding fails before the check."""
     try:
-        fields: Any = msgspec.msgpack.decode(header)
+        head = _head_decoder.decode(header)
+        # The first is a tag, where there is one; a tag begins with a text's bits.
+        tagged = bytes(head.first)[:1] > b"\x9f"
+        version = _int_decoder.decode(head.second if tagged else head.first)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return f"malformed header: {error}"
-    if isinstance(fields, list) and len(fields) > 1:
-        version = fields[1] if isinstance(fields[0], str) else fields[0]
-        if isinstance(version, int) and version != PROTOCOL_VERSION:
-            return _mismatch(version)
-    return f"malformed header: {error}"
+    return f"malformed header: {error}" if version == PROTOCOL_VERSION else _mismatch(version)
 
 
 def _mismatch(version: object) -> str:

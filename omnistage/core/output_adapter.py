@@ -17,6 +17,7 @@ from omnistage.errors import OmniStageError, ProcessorError, ProtocolError
 from omnistage.request import FinishReason, Payload, Terminal
 from omnistage.transport.publisher import Outgoing
 from omnistage.wire import (
+    MAX_ERROR,
     PROTOCOL_VERSION,
     Buffer,
     Failed,
@@ -289,6 +290,7 @@ class OutputAdapter:
         unless: bytes | None = None,
     ) -> None:
         request.failed = True
+        message = message[:MAX_ERROR]
         admission = record.admission
         self._failures.append(Failed(PROTOCOL_VERSION, admission.request_id, kind, message))
         opened = {t: channel for channel in request.channels for t in channel.topics}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import zmq
 
 from omnistage.errors import ProtocolError
+from omnistage.transport.malformed import Malformed
 from omnistage.wire import (
     PROTOCOL_VERSION,
     Ack,
@@ -48,7 +49,7 @@ class Delivery:
         self, socket: zmq.Socket[bytes], ledger: Ledger, *, epoch: int, dp_index: int
     ) -> None:
         self.socket = socket
-        self.malformed = 0
+        self.malformed = Malformed("delivery message")
         self._ledger = ledger
         self._epoch = epoch
         self._dp_index = dp_index
@@ -60,11 +61,14 @@ class Delivery:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            peer = frames[0]
+            if self.malformed.ignores(peer):
+                continue
             try:
-                self._take(frames[0], frames[1:])
+                self._take(peer, frames[1:])
             except ProtocolError as error:
-                self.malformed += 1
-                log.warning("delivery message dropped: %s (%d so far)", error, self.malformed)
+                if self.malformed.note(peer, error):
+                    self._ledger.lose(peer)
 
     def beat(self) -> None:
         """Send heartbeats that are due, and let go of peers that are gone."""

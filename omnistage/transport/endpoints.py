@@ -189,6 +189,12 @@ def check_endpoint(endpoint: object) -> str:
     raise ConfigError(f"an endpoint is ipc://PATH or tcp://HOST:PORT, got {endpoint!r}")
 
 
+def is_local(endpoint: str) -> bool:
+    """Whether a peer at ``endpoint`` is on this host, and so has the same monotonic clock."""
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    return endpoint.startswith("ipc://") or host in {"127.0.0.1", "localhost", "[::1]"}
+
+
 def beside(bind: str) -> str:
     """Where a second socket binds beside one at ``bind``: a free port of the same host."""
     return bind if bind == IPC else f"{bind.rpartition(':')[0]}:0"
@@ -237,12 +243,20 @@ def _allow_ipv6(socket: zmq.Socket[bytes], host: str) -> None:
     socket.setsockopt(zmq.IPV6, int("[" in host))
 
 
-def set_options(socket: zmq.Socket[bytes], *, linger_ms: int = LINGER_MS) -> None:
-    """Give ``socket`` the bounds that every socket of ours has, before it binds or connects."""
+def set_options(
+    socket: zmq.Socket[bytes], *, linger_ms: int = LINGER_MS, max_bytes: int = MAX_BUFFER_BYTES
+) -> None:
+    """Give ``socket`` the bounds that every socket of ours has, before it binds or connects.
+
+    Args:
+        socket: The socket.
+        linger_ms: What it may send after it is closed.
+        max_bytes: Of a frame; ZeroMQ disconnects whoever announces more, before it allocates.
+    """
     socket.setsockopt(zmq.LINGER, linger_ms)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_BUFFER_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
 
 
 def close_quietly(socket: zmq.Socket[bytes]) -> None:

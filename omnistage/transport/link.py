@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 
 import zmq
 
-from omnistage.errors import ProtocolError, UpdatesLost
+from omnistage.errors import ProtocolError
 from omnistage.transport.endpoints import close_quietly, connect, set_options
+from omnistage.transport.malformed import MAX_MALFORMED
 from omnistage.transport.reader import SocketReader
-from omnistage.transport.reassembly import Gap, Reassembly
 from omnistage.wire import (
     PROTOCOL_VERSION,
     Ack,
@@ -33,10 +33,11 @@ from omnistage.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable
 
     from omnistage.transport.endpoints import Endpoints
-    from omnistage.wire import Buffer, DeliveryMessage, Subscribed
+    from omnistage.transport.feed import Feed
+    from omnistage.wire import DeliveryMessage
 
 log = logging.getLogger(__name__)
 
@@ -46,126 +47,7 @@ _PING_SECONDS: Final = 1.0  # how often one that is silent is told that we are h
 _LATE_SECONDS: Final = 0.5  # a timer later than this: the loop stood still, not the publisher
 _LINGER_MS: Final = 100  # for the last acknowledgement; a publisher that is gone takes all of it
 
-Message = tuple[Data, "Sequence[Buffer]"]
-
 _links: WeakKeyDictionary[Endpoints, dict[tuple[str, int], Link]] = WeakKeyDictionary()
-
-
-class Feed:
-    """One publisher's part of a subscription.
-
-    Args:
-        endpoints: Whose context to use.
-        topic: The subscription's.
-        dp_index: The publisher's rank.
-        on_data: Called with each message and its buffers, in order, each once.
-        on_lost: Called wherever messages are missing.
-        on_up: Called when the publisher knows of us.
-    """
-
-    def __init__(
-        self,
-        endpoints: Endpoints,
-        topic: bytes,
-        dp_index: int,
-        *,
-        on_data: Callable[[Data, Sequence[Buffer]], None],
-        on_lost: Callable[[UpdatesLost], None],
-        on_up: Callable[[int], None],
-    ) -> None:
-        self.topic = topic
-        self.reassembly: Reassembly[Message] = Reassembly()
-        self.up = False
-        self._endpoints = endpoints
-        self._dp_index = dp_index
-        self._on_data = on_data
-        self._on_lost = on_lost
-        self._on_up = on_up
-        self._link: Link | None = None
-        self._held = False
-
-    def subscribed(self, message: Subscribed) -> None:
-        """Take the publisher's answer to our subscription.
-
-        Raises:
-            ProtocolError: It names no delivery endpoint.
-        """
-        now = time.monotonic()
-        if message.epoch != self.reassembly.epoch and not self.reassembly.is_past(message.epoch):
-            link = _link(self._endpoints, message.delivery, message.epoch)
-            self.close()
-            self._link = link
-            link.join(self)
-        out = self.reassembly.subscribed(message.epoch, message.next_sequence, now)
-        self._hand_on(out)
-        self._wake()
-
-    def data(self, message: Data, buffers: Sequence[Buffer], size: int) -> None:
-        """Take a message of ``size`` bytes, from whichever socket."""
-        reassembly = self.reassembly
-        now = time.monotonic()
-        epoch, sequence = message.epoch, message.sequence
-        if reassembly.passes(epoch, sequence, now):
-            self._on_data(message, buffers)
-        else:
-            self._hand_on(reassembly.take(epoch, sequence, (message, buffers), size, now))
-        link = self._link
-        if link is None:
-            return  # closed by what it was handed
-        if reassembly.ack(now):
-            link.ack([self.topic])
-        if reassembly.ack_at < link.due or reassembly.ask_at < link.due:
-            link.wake_at(reassembly.due)
-
-    def replayed(self, message: Data, buffers: Sequence[Buffer], size: int) -> None:
-        """Take a message that was sent again; one that must wait will be asked for again."""
-        if not self._held:
-            self.data(message, buffers, size)
-
-    def heard(self, epoch: int, first: int, next_sequence: int) -> None:
-        """Take what a heartbeat says of our topic."""
-        if not self.up:
-            self.up = True
-            self._on_up(self._dp_index)
-        self._hand_on(self.reassembly.heard(epoch, first, next_sequence, time.monotonic()))
-        self._wake()
-
-    def silent(self) -> None:
-        """Note that the publisher has sent no heartbeat for too long."""
-        what = f"publisher {self._dp_index} has sent no heartbeat for {SILENT_SECONDS:g} s"
-        self._on_lost(UpdatesLost(what))
-
-    def ask(self, now: float) -> tuple[int, int] | None:
-        """Hand on what was waited for long enough, and say what to ask for."""
-        out, wanted = self.reassembly.ask(now)
-        self._hand_on(out)
-        return wanted
-
-    def hold(self, held: bool) -> None:
-        """Note that the data socket is left unread, or read again."""
-        self._held = held
-        self.reassembly.hold(held, time.monotonic())
-        self._wake()
-
-    def close(self) -> None:
-        """Leave the publisher. Idempotent."""
-        link, self._link = self._link, None
-        if link is not None:
-            link.leave(self)
-
-    def _wake(self) -> None:
-        if self._link is not None:
-            self._link.wake_at(self.reassembly.due)
-
-    def _hand_on(self, out: Iterable[Message | Gap]) -> None:
-        for item in out:
-            if self._link is None:
-                return  # closed by what it was handed
-            if isinstance(item, Gap):
-                name = self.topic.rstrip(b"\0").decode()
-                self._on_lost(UpdatesLost(f"publisher {self._dp_index} of {name}: {item.why}"))
-            else:
-                self._on_data(*item)
 
 
 class Link:
@@ -189,6 +71,7 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._silent = False
+        self._malformed = 0
         self._silent_at = time.monotonic() + SILENT_SECONDS
         self._socket = endpoints.context.socket(zmq.DEALER)
         set_options(self._socket, linger_ms=_LINGER_MS)
@@ -247,11 +130,11 @@ class Link:
         self.due, self._timer = math.inf, None
         if now >= self._silent_at:
             self._on_silence(now, late=late)
-        feeds = [feed for feeds in self._feeds.values() for feed in feeds]
+        feeds = self._all()
         if topics := {feed.topic for feed in feeds if feed.reassembly.ack(now)}:
             self.ack(topics)
         for feed in feeds:
-            if now >= feed.reassembly.ask_at and (wanted := feed.ask(now)) is not None:
+            if now >= feed.reassembly.ask_at and (wanted := feed.missing(now)) is not None:
                 self._send(Replay(PROTOCOL_VERSION, self._epoch, feed.topic, *wanted))
         due = min((f.reassembly.due for fs in self._feeds.values() for f in fs), default=math.inf)
         self.wake_at(min(due, self._silent_at))
@@ -263,8 +146,10 @@ class Link:
         self._silent_at = now + _PING_SECONDS
         if not self._silent:
             self._silent = True
-            for feed in [feed for feeds in self._feeds.values() for feed in feeds]:
-                feed.silent()
+            for feed in self._all():
+                feed.silent(SILENT_SECONDS)
+        for feed in self._all():
+            feed.ask()
         if self._feeds:
             self.ack(self._feeds)
 
@@ -282,7 +167,15 @@ class Link:
             else:
                 self._on_replayed(frames)
         except ProtocolError as error:
-            log.warning("delivery message dropped: %s", error)
+            self._malformed += 1
+            log.warning("delivery message from %s dropped: %s", self._key[0], error)
+            for feed in self._all():
+                feed.note_malformed()
+                if self._malformed >= MAX_MALFORMED:
+                    feed.cut_off(f"it has sent {MAX_MALFORMED} malformed messages")
+
+    def _all(self) -> list[Feed]:
+        return [feed for feeds in self._feeds.values() for feed in feeds]
 
     def _on_replayed(self, frames: list[bytes]) -> None:
         message = decode_data(frames[1], frames[2:])
@@ -310,7 +203,7 @@ class Link:
         self.ack(topic for topic in dict.fromkeys(wanted) if topic in self._feeds)
 
 
-def _link(endpoints: Endpoints, endpoint: str, epoch: int) -> Link:
+def link_to(endpoints: Endpoints, endpoint: str, epoch: int) -> Link:
     """The link that these endpoints' subscribers share."""
     links = _links.setdefault(endpoints, {})
     link = links.get((endpoint, epoch))

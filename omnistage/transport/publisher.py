@@ -38,11 +38,13 @@ from omnistage.transport.endpoints import (
     set_options,
 )
 from omnistage.transport.keys import Keys
+from omnistage.transport.malformed import MAX_MALFORMED
 from omnistage.transport.owner import end_with
 from omnistage.transport.retained import Ledger
 from omnistage.wire import (
     MAX_BUFFERS,
     MAX_HEADER_BYTES,
+    MAX_SUBSCRIPTION_BYTES,
     PROTOCOL_VERSION,
     Data,
     Failed,
@@ -130,6 +132,7 @@ class Publisher:
 
     def __init__(self, source: Source, config: PublisherConfig, *, dp_index: int = 0) -> None:
         self.epoch = secrets.randbits(62)
+        self.malformed = 0
         self._source = source
         self._config = config
         self._dp_index = dp_index
@@ -198,8 +201,9 @@ class Publisher:
     def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         data, control = context.socket(zmq.XPUB), context.socket(zmq.DEALER)
         router = context.socket(zmq.ROUTER)
-        for socket in (data, control, router):
-            set_options(socket)
+        set_options(data, max_bytes=MAX_SUBSCRIPTION_BYTES)
+        for socket in (control, router):
+            set_options(socket, max_bytes=MAX_HEADER_BYTES)
         data.setsockopt(zmq.XPUB_VERBOSE, 1)
         data.setsockopt(zmq.XPUB_NODROP, 1)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -223,7 +227,8 @@ class Publisher:
             ready = dict(poller.poll(delivery.wait_ms()))
             # Subscriptions first: a request is admitted only after its subscription was answered.
             # Then acknowledgements, which give credit.
-            self._answer_subscriptions(data)
+            if data in ready:
+                self._answer_subscriptions(data)
             if router in ready:
                 delivery.receive()
             delivery.beat()
@@ -312,19 +317,29 @@ class Publisher:
     def _answer_subscriptions(self, data: zmq.Socket[bytes]) -> None:
         while True:
             try:
-                frame = data.recv(zmq.NOBLOCK)
+                frames = data.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            kind, topic = frame[:1], frame[1:]
+            kind, topic = frames[0][:1], frames[0][1:]
             try:
+                if len(frames) != 1:  # an XSUB's own message: ZeroMQ knows of no subscription
+                    raise ProtocolError(f"a subscription of {len(frames)} frames")
                 parse_topic(topic)
             except ProtocolError as error:
-                log.warning("subscription ignored: %s", error)
+                self._note_malformed(error)
                 continue
             if kind == b"\x00":
                 self._ledger.unsubscribe(topic)
             elif kind == b"\x01":
                 self._confirm(data, topic)
+
+    def _note_malformed(self, error: ProtocolError) -> None:
+        """Count what is no subscription. Who sent it is not known, so that nobody is cut off."""
+        self.malformed += 1
+        if self.malformed <= MAX_MALFORMED:
+            log.warning("subscription ignored: %s", error)
+        if self.malformed == MAX_MALFORMED:
+            log.error("%d malformed subscriptions; more are not logged", self.malformed)
 
     def _confirm(self, data: zmq.Socket[bytes], topic: bytes) -> None:
         sequence = self._ledger.subscribe(topic)

@@ -71,6 +71,11 @@ class Reassembly(Generic[T]):
         """Messages that wait for an earlier one."""
         return len(self._buffer)
 
+    @property
+    def unacknowledged(self) -> int:
+        """Messages that are known to be sent, and that are not acknowledged."""
+        return self._known - self.expected + self._unacked
+
     def is_past(self, epoch: int) -> bool:
         """Whether this is the epoch of a publisher that another one came after."""
         return epoch in self._past

@@ -274,11 +274,14 @@ class Ledger:
             if late:  # this thread was stopped: what they said meanwhile is not read yet
                 peer.heard, peer.cut_at = now - PEER_SECONDS / 2, None
             else:
-                self._lose(name, peer)
+                self.lose(name)
         return list(self.peers)
 
-    def _lose(self, name: bytes, peer: _Peer) -> None:
-        del self.peers[name]
+    def lose(self, name: bytes) -> None:
+        """Wait no more for a peer, on any topic. Idempotent."""
+        peer = self.peers.pop(name, None)
+        if peer is None:
+            return
         for topic in peer.topics:
             retained = self.topics[topic]
             retained.part(name)

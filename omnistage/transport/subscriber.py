@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import anyio
-import zmq
 
-from omnistage.errors import ConfigError, ProtocolError, StartupError
-from omnistage.transport.curve import FailedHandshakes
-from omnistage.transport.endpoints import close_quietly, connect, set_options
-from omnistage.transport.link import Feed
-from omnistage.transport.reader import SocketReader
-from omnistage.wire import Subscribed, Update, decode_data, topic
+from omnistage.errors import ConfigError, StartupError
+from omnistage.metrics import DeliveryCounts, Depths, delivery_metrics
+from omnistage.transport.feed import Feed
+from omnistage.wire import topic
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from omnistage.errors import UpdatesLost
     from omnistage.transport.endpoints import Endpoints
-    from omnistage.wire import Buffer, Data
+    from omnistage.wire import Buffer, Data, Update
 
 log = logging.getLogger(__name__)
+
+_ASK_SECONDS: Final = 0.25
+"""Until a subscription that is not confirmed is sent again; doubles each time."""
+_SLOWEST_ASK_SECONDS: Final = 2.0
 
 
 class UpdateHandler(Protocol):
@@ -48,40 +49,47 @@ class UpdateHandler(Protocol):
         ...
 
 
+def _nothing_unread() -> int:
+    return 0
+
+
 class Subscriber:
     """Subscribes one topic at one or more publishers.
 
     Updates of one publisher arrive in order, each once: what was lost on its way is asked for
     again, and only what the publisher has not any more is reported as lost, before the update
     behind it. Frames that are no message of this protocol are counted and dropped, and what they
-    were is asked for again.
+    were is asked for again; a publisher that sends many of them is cut off.
 
     Args:
         endpoints: Whose context to use.
         channel: The channel to subscribe.
         subscriber: This subscriber's id; the topic is its own.
         handler: Receives the updates.
+        unread: How many updates wait at the handler, for the metrics.
 
     Raises:
         ConfigError: A channel or subscriber id that cannot stand in a topic.
     """
 
     def __init__(
-        self, endpoints: Endpoints, channel: str, subscriber: str, handler: UpdateHandler
+        self,
+        endpoints: Endpoints,
+        channel: str,
+        subscriber: str,
+        handler: UpdateHandler,
+        *,
+        unread: Callable[[], int] = _nothing_unread,
     ) -> None:
         self.topic = topic(channel, subscriber)
-        self.malformed = 0
+        self.counts = DeliveryCounts(channel, subscriber, self._depths)
+        self._unread = unread
         self._handler = handler
         self._endpoints = endpoints
-        self._feeds: dict[int, Feed] = {}  # by data-parallel index
-        self._up: set[int] = set()
-        self._publishers = 0
+        self._feeds: list[Feed] = []
         self._held = False
-        self._confirmed = asyncio.Event()
-        self._socket = endpoints.context.socket(zmq.SUB)
-        set_options(self._socket, linger_ms=0)
-        self._socket.setsockopt(zmq.SUBSCRIBE, self.topic)
-        self._reader = SocketReader(self._socket, self._on_message)
+        self._changed = asyncio.Event()
+        delivery_metrics().add(self.counts)
 
     async def connect(self, publishers: Sequence[str], *, within: float) -> None:
         """Connect to the publishers and wait until each has confirmed the subscription.
@@ -91,92 +99,79 @@ class Subscriber:
             within: Seconds to wait.
 
         Raises:
-            ConfigError: An endpoint that cannot be one.
+            ConfigError: An endpoint that cannot be one, or is there twice.
             StartupError: Not all have confirmed in time.
         """
-        self._publishers += len(publishers)
-        handshakes = FailedHandshakes(self._socket)
+        if len(set(publishers)) < len(publishers):
+            raise ConfigError(f"an endpoint is named twice: {list(publishers)}")
+        for publisher in publishers:
+            feed = Feed(
+                self._endpoints,
+                self.topic,
+                publisher,
+                self._feeds,
+                self.counts,
+                on_data=self._on_data,
+                on_lost=self._on_lost,
+                on_up=self._changed.set,
+            )
+            self._feeds.append(feed)
         try:
-            for endpoint in publishers:
-                try:
-                    connect(self._socket, endpoint, self._endpoints.curve)
-                except zmq.ZMQError as error:
-                    raise ConfigError(f"cannot connect to {endpoint!r}: {error}") from error
-            self._reader.touch()
             with anyio.move_on_after(within) as scope:
-                await self._confirmed.wait()
+                await self._wait_until_confirmed()
             if scope.cancelled_caught:
-                why = handshakes.why()
+                reasons = [why for feed in self._feeds if (why := feed.refusal()) is not None]
                 raise StartupError(
-                    f"{len(self._up)} of {self._publishers} publishers confirmed the "
-                    f"subscription of {self.topic!r} within {within:g} s; "
-                    + (why or f"is the AR stage running at {list(publishers)}?")
+                    f"{sum(feed.up for feed in self._feeds)} of {len(self._feeds)} publishers "
+                    f"confirmed the subscription of {self.topic!r} within {within:g} s; "
+                    + (reasons or [f"is the AR stage running at {list(publishers)}?"])[0]
                 )
         finally:
-            handshakes.close()
-            self._reader.touch()  # as after everything that uses the socket
+            for feed in self._feeds:
+                feed.watch_no_more()
 
     def pause(self) -> None:
-        """Leave messages in the socket, whose queue is bounded. Idempotent."""
+        """Leave messages in the sockets, whose queues are bounded. Idempotent."""
         self._hold(True)
-        self._reader.pause()
 
     def resume(self) -> None:
         """Read again. Idempotent."""
         self._hold(False)
-        self._reader.resume()
 
     def close(self) -> None:
         """Stop reading and unsubscribe. Idempotent."""
-        for feed in self._feeds.values():
+        for feed in self._feeds:
             feed.close()
-        self._reader.close()
-        close_quietly(self._socket)
+        delivery_metrics().remove(self.counts)
+
+    async def _wait_until_confirmed(self) -> None:
+        """Ask again from time to time: the confirmation, or what follows it, may be lost."""
+        pause = _ASK_SECONDS
+        while missing := [feed for feed in self._feeds if not feed.up]:
+            self._changed.clear()
+            with anyio.move_on_after(pause) as scope:
+                await self._changed.wait()
+            if scope.cancelled_caught:
+                for feed in missing:
+                    feed.ask()
+                pause = min(2 * pause, _SLOWEST_ASK_SECONDS)
 
     def _hold(self, held: bool) -> None:
         if held != self._held:
             self._held = held
-            for feed in self._feeds.values():
+            for feed in self._feeds:
                 feed.hold(held)
 
-    def _on_message(self, frames: list[bytes]) -> None:
-        try:
-            # The context's prefix match lets nothing else through; a hostile publisher might.
-            if len(frames) < 2 or frames[0] != self.topic:
-                raise ProtocolError(f"{len(frames)} frames on topic {frames[0][:80]!r}")
-            message = decode_data(frames[1], frames[2:])
-            if isinstance(message, Subscribed):
-                self._on_subscribed(message)
-                return
-        except ProtocolError as error:
-            self.malformed += 1
-            log.warning("message dropped: %s (%d so far)", error, self.malformed)
-            return
-        feed = self._feeds.get(message.dp_index)
-        if feed is not None:  # else it was sent before our subscription was confirmed
-            feed.data(message, frames[2:], sum(map(len, frames)))
-
-    def _on_subscribed(self, message: Subscribed) -> None:
-        feed = self._feeds.get(message.dp_index)
-        if feed is None:
-            if len(self._feeds) >= self._publishers:
-                raise ProtocolError(f"a publisher of rank {message.dp_index} that nobody asked for")
-            feed = self._feeds[message.dp_index] = Feed(
-                self._endpoints,
-                self.topic,
-                message.dp_index,
-                on_data=self._on_data,
-                on_lost=self._on_lost,
-                on_up=self._on_up,
-            )
-        feed.subscribed(message)
-
-    def _on_up(self, dp_index: int) -> None:
-        self._up.add(dp_index)
-        if len(self._up) >= self._publishers:
-            self._confirmed.set()
+    def _depths(self) -> Depths:
+        feeds = self._feeds
+        return Depths(
+            unread=self._unread(),
+            reordering=sum(feed.reassembly.waiting for feed in feeds),
+            credit=min((feed.credit for feed in feeds), default=0),
+        )
 
     def _on_lost(self, error: UpdatesLost) -> None:
+        self.counts.lost += 1
         try:
             self._handler.on_lost(error)
         except Exception:

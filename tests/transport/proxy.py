@@ -31,13 +31,15 @@ class Faults(msgspec.Struct):
 class Proxy:
     """Forwards data and delivery of one publisher in a thread, through faults that can be changed.
 
-    A confirmation passes unharmed but for the delivery endpoint in it, which becomes the proxy's.
+    A confirmation passes unharmed but for the delivery endpoint in it, which becomes the proxy's,
+    unless it is among the next ``unconfirmed``, which are dropped.
     """
 
     def __init__(self, endpoints: Endpoints, publisher: str, seed: int) -> None:
         self.faults = Faults()
         self.harmed = 0
         self.endpoint = endpoints.ipc()
+        self.unconfirmed = 0
         self.silent = False  # nothing passes on the delivery sockets
         self._delivery = endpoints.ipc()
         self._publisher = publisher
@@ -110,6 +112,9 @@ class Proxy:
         message = decode_data(frames[1], frames[2:])
         if isinstance(message, Subscribed):
             self._publishers_delivery = message.delivery
+            if self.unconfirmed:
+                self.unconfirmed -= 1
+                return
             ours = msgspec.structs.replace(message, delivery=self._delivery)
             self._pub.send_multipart([frames[0], encode(ours)])
         else:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import time
 from collections.abc import AsyncIterator
 from functools import partial
 
 import pytest
+import zmq
 
 from omnistage.errors import SubscriberStalled
 from omnistage.transport import link, retained
 from omnistage.transport.endpoints import Endpoints
 from omnistage.transport.subscriber import Subscriber
+from omnistage.wire import topic
 from tests.transport.proxy import Faults, proxy
 from tests.transport.test_transport import Handler, Site
 
@@ -41,10 +44,16 @@ def has_come(handler: Handler, count: int) -> bool:
     return len(handler.ids) == count
 
 
+def free_port() -> str:
+    """A tcp endpoint that a publisher can bind twice, one life after the other."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+
+
 async def check_nothing_is_kept(site: Site, subscriber: Subscriber) -> None:
     ledger = site.publishers[0]._ledger
     await eventually(lambda: not any(t.unacknowledged for t in ledger.topics.values()))
-    assert not any(feed.reassembly.waiting for feed in subscriber._feeds.values())
+    assert not any(feed.reassembly.waiting for feed in subscriber._feeds)
     subscriber.close()
     await eventually(lambda: not ledger.topics and not ledger.peers)
     assert not link._links.get(site.endpoints)
@@ -100,6 +109,91 @@ async def test_the_last_message_is_repaired_too(site: Site) -> None:
         await handler.wait_for(lambda: handler.ids == [1, 2])
         assert not handler.lost
         await check_nothing_is_kept(site, subscriber)
+
+
+async def test_a_confirmation_that_is_lost_is_asked_for_again(site: Site) -> None:
+    source, endpoint = await site.publisher()
+    handler = Handler()
+    with proxy(site.endpoints, endpoint) as between:
+        between.unconfirmed = 3
+        subscriber = await site.subscriber(handler, "d", between.endpoint)
+        assert not between.unconfirmed
+        source.send(subscriber.topic, 1)
+        await handler.wait_for(lambda: handler.ids == [1])
+        await check_nothing_is_kept(site, subscriber)
+
+
+async def test_a_first_acknowledgement_that_is_lost_is_sent_again(site: Site) -> None:
+    source, endpoint = await site.publisher()
+    handler = Handler()
+    with proxy(site.endpoints, endpoint) as between:
+        between.faults = Faults(drop=1)
+        connecting = asyncio.create_task(site.subscriber(handler, "d", between.endpoint))
+        await eventually(lambda: between.harmed > 1)
+        between.faults = Faults()
+        subscriber = await connecting
+        source.send(subscriber.topic, 1)
+        await handler.wait_for(lambda: handler.ids == [1])
+        assert not handler.lost
+        await check_nothing_is_kept(site, subscriber)
+
+
+async def test_a_confirmation_that_a_full_queue_refuses_comes_once_there_is_room(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, endpoint = await site.publisher()
+    name = topic("audio", "d")
+    # It never reads, and its queue at the publisher is that of every message on the topic.
+    stalled = site.endpoints.context.socket(zmq.SUB)
+    stalled.setsockopt(zmq.RCVHWM, 1)
+    stalled.setsockopt(zmq.SUBSCRIBE, name)
+    stalled.connect(endpoint)
+    await eventually(lambda: name in site.publishers[0]._ledger.topics)
+    while not source.gone:
+        source.send(name, *range(1000))
+        await asyncio.sleep(0.0005)
+
+    def refused() -> bool:
+        stalled.setsockopt(zmq.SUBSCRIBE, name)  # one confirmation more
+        return "before its subscription was confirmed" in caplog.text
+
+    await eventually(refused)
+    caplog.clear()
+    handler = Handler()
+    connecting = asyncio.create_task(site.subscriber(handler, "d", endpoint))
+    await eventually(lambda: "before its subscription was confirmed" in caplog.text)
+    assert not connecting.done()
+    stalled.close(linger=0)
+    subscriber = await connecting
+    await eventually(lambda: not site.publishers[0]._ledger.topics[name].stalled)
+    source.send(name, 1)
+    await handler.wait_for(lambda: handler.ids == [1])
+    subscriber.close()
+
+
+async def test_a_restarted_publisher_whose_confirmation_is_lost_is_found_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "SILENT_SECONDS", 1.0)
+    with Endpoints() as endpoints:
+        site = Site(endpoints, free_port())
+        source, endpoint = await site.publisher()
+        handler = Handler()
+        with proxy(endpoints, endpoint) as between:
+            subscriber = await site.subscriber(handler, "d", between.endpoint)
+            source.send(subscriber.topic, 1)
+            await handler.wait_for(lambda: handler.ids == [1])
+            between.unconfirmed = 1
+            assert await asyncio.to_thread(site.publishers[0].close, 5)
+            again, _ = await site.publisher()
+            await handler.wait_for(lambda: len(handler.lost) == 2)
+            assert "no heartbeat" in str(handler.lost[0])
+            assert "restarted" in str(handler.lost[1])
+            again.send(subscriber.topic, 2)
+            await handler.wait_for(lambda: handler.ids == [1, 2])
+            subscriber.close()
+        assert site.publishers[1].close(5)
+        site.control.close()
 
 
 async def test_a_silent_publisher_is_noticed_and_taken_up_again(

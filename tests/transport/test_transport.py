@@ -480,6 +480,13 @@ class Hostile:
         beat = Heartbeat(PROTOCOL_VERSION, 1, 0, ((self.topic, first, next_sequence),))
         self.delivery.send_multipart([self.peer, encode(beat)])
 
+    def send_junk(self, where: str, frames: list[bytes]) -> None:
+        """Send frames that are no message to the subscriber, on either socket."""
+        if where == "data":
+            self.data.send_multipart([self.topic, *frames])
+        else:
+            self.delivery.send_multipart([self.peer, *frames])
+
     def asked(self) -> tuple[int, int]:
         """The next request for a replay."""
         while True:
@@ -514,7 +521,7 @@ async def test_malformed_frames_are_counted_and_the_stream_lives_on() -> None:
         for frames in ([], [b"\xc1"], [bad[:-3]], [bad]):
             hostile.delivery.send_multipart([hostile.peer, subscriber.topic, *frames])
         await handler.wait_for(lambda: handler.ids == [4, 5])
-        assert subscriber.malformed == 6
+        assert subscriber.counts.malformed == 6 + 3
         hostile.data.send_multipart([subscriber.topic, good])  # again
         hostile.data.send_multipart([subscriber.topic, last])
         assert await asyncio.to_thread(hostile.asked) == (2, 4)
