@@ -17,6 +17,7 @@ from omnistage import Pipeline, subscribe
 from omnistage.errors import ConfigError, StartupError
 from omnistage.testing import Script, scripted
 from omnistage.transport import link, shared
+from omnistage.transport.keys import make_keys
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,23 @@ async def test_one_of_many_closes_and_the_others_read_on() -> None:
         async for update in left:
             if update.terminal is not None:
                 break
+
+
+async def test_those_with_other_keys_share_nothing(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        pipelines = []
+        for keys in (None, tmp_path / "one", tmp_path / "two"):
+            if keys is not None:
+                make_keys(keys)
+            ar = scripted(Script(ids=range(9)), bind="tcp://127.0.0.1:0", keys=keys)
+            pipelines.append((await stack.enter_async_context(Pipeline(ar=ar, decoder=None)), keys))
+        for pipeline, keys in pipelines:
+            reading = await stack.enter_async_context(subscribe(pipeline.endpoints, keys=keys))
+            await pipeline.submit("Hello.", subscribers=["tokens"]).finished()
+            assert (await anext(reading)).ids
+        (of_loop,) = shared._shared.values()
+        assert len({endpoints for endpoints, _ in of_loop.values()}) == 3
+    assert not shared._shared
 
 
 def test_two_event_loops_do_not_share() -> None:

@@ -86,11 +86,7 @@ class Feed:
         self._handshakes = FailedHandshakes(self._socket)
         try:
             connect(self._socket, publisher, endpoints.curve)
-        except ConfigError:
-            self._handshakes.close()
-            close_quietly(self._socket)
-            raise
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ConfigError) as error:
             self._handshakes.close()
             close_quietly(self._socket)
             raise ConfigError(f"cannot connect to {publisher!r}: {error}") from error
@@ -102,14 +98,14 @@ class Feed:
         return max(0, CREDIT - self.reassembly.unacknowledged)
 
     def refusal(self) -> str | None:
-        """Why the publisher does not admit us, if that is what it does."""
-        return self._handshakes.why()
+        """Why the publisher does not let us in, as far as is known; None once it has."""
+        return None if self.up else self._handshakes.why()
 
-    def watch_no_more(self) -> None:
-        """It has confirmed, or is given up: its handshakes are of no interest. Idempotent."""
-        self._handshakes.close()
+    def settle(self) -> None:
+        """Note that nobody asks for a refusal any more. Idempotent."""
         if not self._socket.closed:
-            self._reader.touch()  # as after everything that uses the socket
+            self._handshakes.close()
+            self._reader.touch()
 
     def ask(self) -> None:
         """Subscribe again; the publisher, or another one in its place, answers.
@@ -171,7 +167,7 @@ class Feed:
     def close(self) -> None:
         """Leave the publisher. Idempotent."""
         self._leave()
-        self.watch_no_more()
+        self._handshakes.close()
         self._reader.close()
         close_quietly(self._socket)
 

@@ -120,15 +120,15 @@ class Subscriber:
             with anyio.move_on_after(within) as scope:
                 await self._wait_until_confirmed()
             if scope.cancelled_caught:
-                reasons = [why for feed in self._feeds if (why := feed.refusal()) is not None]
+                refusals = [why for feed in self._feeds if (why := feed.refusal())]
                 raise StartupError(
                     f"{sum(feed.up for feed in self._feeds)} of {len(self._feeds)} publishers "
                     f"confirmed the subscription of {self.topic!r} within {within:g} s; "
-                    + (reasons or [f"is the AR stage running at {list(publishers)}?"])[0]
+                    + (refusals or [f"is the AR stage running at {list(publishers)}?"])[0]
                 )
         finally:
             for feed in self._feeds:
-                feed.watch_no_more()
+                feed.settle()
 
     def pause(self) -> None:
         """Leave messages in the sockets, whose queues are bounded. Idempotent."""
