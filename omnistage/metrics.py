@@ -80,6 +80,19 @@ class Metrics:
             _UNDERRUN,
         )
 
+        self.service_running = Gauge(
+            f"{PREFIX}service_requests_running",
+            "Requests that a service has.",
+            ("stage",),
+            registry=registry,
+        )
+        self.service_ended = Counter(
+            f"{PREFIX}service_requests_ended",
+            "Requests that a service is done with, by how.",
+            ("stage", "outcome"),
+            registry=registry,
+        )
+
     @staticmethod
     def _histogram(
         registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]
@@ -149,6 +162,29 @@ class Depths(NamedTuple):
     unread: int  # updates that wait for the reader
     reordering: int  # messages that wait for an earlier one
     credit: int  # messages that a publisher may still send
+
+
+class ServiceMetrics:
+    """What a stage that is a service counts.
+
+    Args:
+        metrics: The families.
+        stage: The stage's name.
+    """
+
+    def __init__(self, metrics: Metrics, stage: str) -> None:
+        self._running = metrics.service_running.labels(stage)
+        self._ended = metrics.service_ended
+        self._stage = stage
+
+    def begun(self) -> None:
+        """A request has come."""
+        self._running.inc()
+
+    def ended(self, outcome: str) -> None:
+        """It is over: ``ok``, ``aborted``, or an error's class."""
+        self._running.dec()
+        self._ended.labels(self._stage, outcome).inc()
 
 
 class DeliveryCounts:

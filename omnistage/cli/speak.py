@@ -93,7 +93,7 @@ def run(
         if timeline is not None:
             _check_picture(timeline, output)
         pipeline = _pipeline(connect, keys)
-        work = _speak(pipeline, text, output, seed, console, record=timeline is not None)
+        work = _speak(pipeline, text, output, seed, console, record=timeline is not None, keys=keys)
         spoken, times = asyncio.run(_stoppable(work, stopped))
     except (ConfigError, StartupError, UnsupportedEnvironment) as error:
         return complain(console, error, STARTUP)
@@ -136,6 +136,7 @@ async def _speak(
     console: Console,
     *,
     record: bool,
+    keys: Path | None,
 ) -> tuple[Spoken, Timeline]:
     began = time.monotonic()
     timeline = Timeline()
@@ -144,7 +145,7 @@ async def _speak(
             started = time.monotonic()
             status.update("speaking")
             pieces: list[Pcm] = []
-            recorder = recording(pipeline, timeline) if record else nullcontext()
+            recorder = recording(pipeline, timeline, keys) if record else nullcontext()
             subscribers = [SUBSCRIBER] if record else []
             async with recorder as complete:
                 timeline.start()

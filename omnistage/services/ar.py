@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from omnistage.config import AUDIO
 from omnistage.errors import (
@@ -20,6 +20,7 @@ from omnistage.errors import (
     StageClosed,
     StreamClosed,
 )
+from omnistage.metrics import ServiceMetrics, default_metrics
 from omnistage.request import StageRequest, check_name
 from omnistage.transport.service import ServiceServer
 from omnistage.wire import PROTOCOL_VERSION
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_REQUESTS: Final = 4096
+"""Requests at once, those in vLLM's queue included."""
+
 
 class ARService:
     """Serves an AR stage to clients and decoder services.
@@ -74,6 +78,7 @@ class ARService:
         self._bind = bind
         self._codec = codec
         self._codebooks = codebooks
+        self._metrics = ServiceMetrics(default_metrics(), stage.name)
         self._server: ServiceServer | None = None
         self._running: dict[str, tuple[Client, RunningRequest]] = {}
         self._awaited: dict[str, Client] = {}  # requests that are over and will be continued
@@ -233,6 +238,7 @@ class ARService:
 
         def on_done(outcome: Usage | OmniStageError) -> None:
             self._running.pop(request_id, None)
+            self._metrics.ended(_outcome(outcome))
             expected = message.more and request_id not in self._continued
             self._continued.discard(request_id)
             if expected and not isinstance(outcome, OmniStageError):
@@ -249,6 +255,8 @@ class ARService:
                 raise closed
             if request_id in self._running:
                 raise InvalidRequest(f"request {request_id} is running already")
+            if len(self._running) >= MAX_REQUESTS:
+                raise ServerError(f"the service has {MAX_REQUESTS} requests; try again later")
             running = self.stage.submit(
                 StageRequest(
                     request_id=request_id,
@@ -268,6 +276,7 @@ class ARService:
             self._send(client, Done.of(request_id, failure))
         else:
             self._running[request_id] = (client, running)
+            self._metrics.begun()
 
     async def _abort(self, client: Client, request_id: str) -> None:
         owner, running = self._running.get(request_id, (None, None))
@@ -294,6 +303,12 @@ class ARService:
         task = asyncio.get_running_loop().create_task(_logged(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _outcome(outcome: Usage | OmniStageError) -> str:
+    if isinstance(outcome, StreamClosed):
+        return "aborted"
+    return type(outcome).__name__ if isinstance(outcome, OmniStageError) else "ok"
 
 
 async def _logged(work: Awaitable[None]) -> None:

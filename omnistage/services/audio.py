@@ -82,7 +82,7 @@ class Outlet:
         client: The client's subscriber id.
         sample_rate: Samples a second.
         stage: The decoder stage's name.
-        on_over: Called when its end has been handed over.
+        on_over: Called with its id and how it ended when that has been handed over.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Outlet:
         *,
         sample_rate: int,
         stage: str,
-        on_over: Callable[[str], None],
+        on_over: Callable[[str, str], None],
     ) -> None:
         self.client = client
         self._stage = stage
@@ -126,12 +126,12 @@ class Outlet:
     def on_end(self, terminal: Terminal) -> None:
         """Send the end."""
         self._put(terminal=terminal)
-        self._on_over(self._request_id)
+        self._on_over(self._request_id, "ok")
 
     def on_error(self, error: OmniStageError) -> None:
         """Send what went wrong as the end."""
         self._put(terminal=_failed(error, self._stage))
-        self._on_over(self._request_id)
+        self._on_over(self._request_id, type(error).__name__)
 
     def _put(
         self,

@@ -18,6 +18,7 @@ from omnistage.errors import (
     StartupError,
     UpdatesLost,
 )
+from omnistage.metrics import ServiceMetrics, default_metrics
 from omnistage.request import check_name
 from omnistage.services.audio import AudioOut, Outlet
 from omnistage.stages.branch import Branch
@@ -80,6 +81,7 @@ class DecoderService:
         self._server: ServiceServer | None = None
         self._info: DecoderInfo | None = None
         self._aborts: set[asyncio.Task[None]] = set()
+        self._metrics = ServiceMetrics(default_metrics(), config.name)
         self._draining = False
         self._idle = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -224,6 +226,7 @@ class DecoderService:
             log.warning("request %s cannot be answered: %s", update.request_id, error)
             return
         self._outlets[update.request_id] = outlet
+        self._metrics.begun()
         try:
             self._branch.open(update.request_id, outlet)
         except OmniStageError as error:
@@ -254,10 +257,11 @@ class DecoderService:
 
     def _drop(self, request_id: str) -> None:
         self._branch.drop(request_id)
-        self._forget(request_id)
+        self._forget(request_id, "aborted")
 
-    def _forget(self, request_id: str) -> None:
-        self._outlets.pop(request_id, None)
+    def _forget(self, request_id: str, outcome: str) -> None:
+        if self._outlets.pop(request_id, None) is not None:
+            self._metrics.ended(outcome)
         if not self._outlets:
             self._idle.set()
 

@@ -189,8 +189,8 @@ class ServiceServer:
             self._lose(client)
 
     def _on_greet(self, identity: bytes, client: Client | None, greeting: Greet) -> None:
-        if client is None and len(self.clients) >= MAX_CLIENTS:
-            self._send(identity, Refuse(PROTOCOL_VERSION, f"{MAX_CLIENTS} clients are served"))
+        if (refusal := self._refusal(identity, greeting)) is not None:
+            self._send(identity, Refuse(PROTOCOL_VERSION, refusal))
             return
         known = client is not None
         client = client or Client(identity, greeting)
@@ -210,6 +210,14 @@ class ServiceServer:
         self._send(identity, Welcome(PROTOCOL_VERSION, self.epoch, ar, decoder))
         if self._timer is None:
             self._schedule()
+
+    def _refusal(self, identity: bytes, greeting: Greet) -> str | None:
+        if identity not in self.clients and len(self.clients) >= MAX_CLIENTS:
+            return f"{MAX_CLIENTS} clients are served"
+        others = (client for name, client in self.clients.items() if name != identity)
+        if any(other.greeting.name == greeting.name for other in others):
+            return f"another client is named {greeting.name!r}"  # it would get that one's audio
+        return None
 
     def _schedule(self) -> None:
         self._due = time.monotonic() + BEAT_SECONDS

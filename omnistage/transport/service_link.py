@@ -89,7 +89,10 @@ class ServiceLink:
         self._socket.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | FAILED_HANDSHAKE)
+        # What is sent while there is no connection would all arrive with the next one.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED_HANDSHAKE
+        monitor = self._socket.get_monitor_socket(events)
         monitor.setsockopt(zmq.RCVHWM, 0)  # else libzmq's I/O thread would wait for us to read
         try:
             connect(self._socket, endpoint, endpoints.curve)
@@ -167,6 +170,8 @@ class ServiceLink:
         event = parse_monitor_message(frames)["event"]
         if event & FAILED_HANDSHAKE:
             self._handshake = explain_handshake(event)
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.send(Beat(PROTOCOL_VERSION) if self.up else self.greeting)
         elif self.up:
             # A process that was killed is noticed at once; one that was cut off has time to answer.
             self._heard = min(self._heard, time.monotonic() - SILENT_SECONDS + RECONNECT_SECONDS)

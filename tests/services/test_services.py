@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from omnistage import ChunkPolicy, Pipeline, StageInput
 from omnistage.errors import (
@@ -25,7 +26,11 @@ from omnistage.errors import (
 )
 from omnistage.request import FinishReason
 from omnistage.testing import FakeDecoder, Script
+from omnistage.transport.endpoints import Endpoints
 from omnistage.transport.keys import Keys, make_keys
+from omnistage.transport.service_link import ServiceLink
+from omnistage.wire import PROTOCOL_VERSION
+from omnistage.wire_services import Greet, ServiceMessage, Welcome
 from tests.services.factories import Services
 
 IDS = list(range(100, 140))
@@ -451,3 +456,51 @@ async def test_over_tcp_with_keys_known_clients_only(tmp_path: Path) -> None:
             await Pipeline.connect(ar.endpoint, within=1.0).__aenter__()
         with pytest.raises(StartupError, match="keys"):
             await Pipeline.connect(ar.endpoint, keys=other_keys, within=1.0).__aenter__()
+
+
+async def test_a_name_that_is_taken_is_refused(services: Services) -> None:
+    ar = await services.ar(by_prompt)
+    with Endpoints() as endpoints:
+        links = [
+            ServiceLink(endpoints, ar.endpoint, Greet(PROTOCOL_VERSION, "same"), Silent())
+            for _ in range(2)
+        ]
+        welcomed = await asyncio.gather(
+            *(link.answered(1.0) for link in links), return_exceptions=True
+        )
+        for link in links:
+            link.close()
+    assert sorted((type(outcome) for outcome in welcomed), key=str) == [StartupError, Welcome]
+
+
+async def test_services_count_what_they_do(services: Services) -> None:
+    def value(name: str, **labels: str) -> float:
+        return REGISTRY.get_sample_value(f"omnistage:service_requests_{name}", labels) or 0.0
+
+    ar = await services.ar(by_prompt)
+    decoder = await services.decoder(ar, name="counted")
+    before = value("ended_total", stage="counted", outcome="ok")
+    async with Pipeline.connect(ar.endpoint, decoders=["counted"]) as pipeline:
+        async with pipeline.submit("slow") as stream:
+            await anext(aiter(stream))
+            assert value("running", stage="counted") == 1
+        await heard(pipeline, "a")
+        with pytest.raises(ServerError):
+            await pipeline.submit("breaks").finished()
+    await nothing_is_left(ar, decoder)
+    assert value("running", stage="counted") == 0
+    assert value("ended_total", stage="counted", outcome="ok") == before + 1
+    assert value("ended_total", stage="counted", outcome="aborted") >= 1
+
+
+class Silent:
+    """A link's handler that does nothing."""
+
+    def on_up(self, welcome: Welcome) -> None:
+        """Nothing."""
+
+    def on_message(self, message: ServiceMessage) -> None:
+        """Nothing."""
+
+    def on_down(self, why: str) -> None:
+        """Nothing."""
