@@ -208,6 +208,12 @@ class ARService:
     def _check(self, decoder: DecoderInfo) -> None:
         check_name(decoder.name, "a decoder's name")
         check_name(decoder.subscriber, "a subscriber id")
+        for other in self._decoders.values():
+            if other.name == decoder.name and other.sample_rate != decoder.sample_rate:
+                raise ConfigError(
+                    f"another decoder {decoder.name!r} makes {other.sample_rate} samples a second, "
+                    f"this one {decoder.sample_rate}; decoders of one name stand in for each other"
+                )
         if decoder.codec != self._codec and decoder.codec and self._codec:
             raise ConfigError(
                 f"stage {self.name!r} emits {self._codec!r}, decoder {decoder.name!r} takes "

@@ -74,6 +74,7 @@ class RemoteARStage:
         self._link: ServiceLink | None = None
         self._why = "the stage is not started"
         self._draining = False
+        self._service_drains = False
         self._calls = count()
         self._answers: dict[int, asyncio.Future[Pieces]] = {}
         self._running: dict[str, RemoteRequest] = {}
@@ -88,7 +89,7 @@ class RemoteARStage:
         """Why no request can go there; None while some can."""
         if not self._up:
             return StageClosed(self._why, stage=self.name)
-        if self._draining:
+        if self._draining or self._service_drains:
             return StageClosed("the service is draining and takes no requests", stage=self.name)
         for branch in self.branches:
             if not branch.replicas:
@@ -113,7 +114,7 @@ class RemoteARStage:
         if welcome.ar is None:
             raise StartupError(f"the service at {self._endpoint} is no AR stage")
         with anyio.move_on_after(self._within):
-            while self.closed is not None and not self._draining:
+            while self.closed is not None and not self._service_drains:
                 self._listed.clear()
                 await self._listed.wait()
         if (closed := self.closed) is not None:
@@ -236,9 +237,9 @@ class RemoteARStage:
             if answer is not None and not answer.done():
                 answer.set_result(message)
         elif isinstance(message, Decoders):
-            self._draining = message.draining or self._closed
+            self._service_drains = message.draining
             for branch in self.branches:
-                branch.list([one for one in message.decoders if one.name == branch.name])
+                branch.update([one for one in message.decoders if one.name == branch.name])
             self._listed.set()
 
     @property

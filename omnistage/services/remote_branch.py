@@ -127,7 +127,7 @@ class RemoteBranch:
         replica = self._of.get(request_id)
         return replica is not None and replica.has(request_id)
 
-    def list(self, decoders: Sequence[DecoderInfo]) -> None:
+    def update(self, decoders: Sequence[DecoderInfo]) -> None:
         """Take the AR service's list of the decoders of our name."""
         self._listed = decoders
         infos = {info.subscriber: info for info in decoders}
@@ -156,6 +156,10 @@ class RemoteBranch:
             if len(self._past) > _REMEMBERED:
                 del self._past[next(iter(self._past))]
 
+    def let_go(self, request_id: str) -> None:
+        """A decoder has let go of an aborted request; called by that."""
+        self._of.pop(request_id, None)
+
     def remove(self, replica: _Replica) -> None:
         """Close a decoder that is listed no more, once it has nothing of ours."""
         self._replicas.pop(replica.info.subscriber, None)
@@ -169,7 +173,7 @@ class RemoteBranch:
 
     def _begin_anew(self) -> None:
         if not self._closed:
-            self.list(self._listed)
+            self.update(self._listed)
 
     async def aclose(self) -> None:
         """Close every connection. Idempotent."""
@@ -362,3 +366,4 @@ class _Replica:
         aborting = self._aborting.pop(request_id, None)
         if aborting is not None:
             aborting.set()
+            self._branch.let_go(request_id)

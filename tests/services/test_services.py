@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from prometheus_client import REGISTRY
@@ -357,6 +358,9 @@ async def test_stages_that_do_not_fit_are_refused_at_the_start(services: Service
     ar = await services.ar(by_prompt, codec="snac")
     with pytest.raises(StartupError, match="emits 'snac', decoder 'decoder' takes 'mimi'"):
         await services.decoder(ar, codec="mimi")
+    await services.decoder(ar, codec="snac")
+    with pytest.raises(StartupError, match="makes 24000 samples a second, this one 16000"):
+        await services.decoder(ar, lambda: FakeDecoder(sample_rate=16_000))
     wide = await services.ar(by_prompt, codebooks=7)
     with pytest.raises(StartupError, match="frames of 7 ids, decoder 'decoder' takes 1"):
         await services.decoder(wide)
@@ -504,3 +508,24 @@ class Silent:
 
     def on_down(self, why: str) -> None:
         """Nothing."""
+
+
+async def test_a_client_keeps_nothing_of_requests_that_are_over(services: Services) -> None:
+    ar = await services.ar(by_prompt, split=words)
+    await services.decoder(ar, lambda: FakeDecoder(fails_on=ord("x")))
+    async with Pipeline.connect(ar.endpoint) as pipeline:
+        route = pipeline._routes[0]
+        stage, branch = cast("Any", route.ar), cast("Any", route.branches[0])
+        for text in ("a b", "x", "a x", "refused", "a breaks", "a slow"):
+            stream = pipeline.submit(text)
+            with contextlib.suppress(OmniStageError):
+                async for chunk in stream:
+                    if text == "a slow" and chunk.index == 20:
+                        await stream.abort()
+        async with asyncio.timeout(5):
+            while branch._of or stage._running:
+                await asyncio.sleep(0.01)
+        (replica,) = branch._replicas.values()
+        kept = [replica._open, replica._aborting, stage._answers, pipeline._running]
+        kept += [ar._running, ar._awaited, ar._continued]
+        assert not any(kept)
