@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import zmq
 from omnistage.errors import ConfigError, OmniStageError, StartupError, UpdatesLost
 from omnistage.request import Start
 from omnistage.transport.control import ControlServer
-from omnistage.transport.endpoints import Endpoints, check_bind
+from omnistage.transport.endpoints import Endpoints, check_bind, listen
 from omnistage.transport.handover import HandOver
 from omnistage.transport.keys import Keys, make_keys
 from omnistage.transport.publisher import Outgoing, Publisher, PublisherConfig
@@ -679,3 +680,16 @@ def test_the_hand_over_queue_is_bounded_and_keeps_order() -> None:
     writer.join()
     assert taken == list(range(5000))
     queue.close()
+
+
+def test_32_that_bind_at_once_get_ports_of_their_own(tmp_path: Path) -> None:
+    with zmq.Context() as context, ThreadPoolExecutor(32) as pool:
+        sockets = [context.socket(zmq.XPUB) for _ in range(32)]
+        try:
+            made = pool.map(lambda one: listen(one, "tcp://127.0.0.1:0", tmp_path), sockets)
+            ports = {endpoint.rpartition(":")[2] for endpoint in made}
+        finally:
+            for socket in sockets:
+                socket.close(0)
+    assert len(ports) == 32
+    assert "0" not in ports
