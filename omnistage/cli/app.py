@@ -129,6 +129,9 @@ def stage_ar(
 @stages.command("decoder")
 def stage_decoder(
     connect: Annotated[str, typer.Option(help="The AR stage's endpoint.")],
+    within: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for it; it may be starting.")
+    ] = 60.0,
     preset: Preset = "talker",
     config: Config = None,
     bind: Bind = "ipc",
@@ -149,7 +152,7 @@ def stage_decoder(
         drain=drain,
         json=json,
     )
-    raise typer.Exit(run_decoder(options, connect=connect))
+    raise typer.Exit(run_decoder(options, connect=connect, within=within))
 
 
 @app.command()

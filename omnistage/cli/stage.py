@@ -92,7 +92,7 @@ def run_ar(options: Options, *, model: str | None) -> int:
     return _run(make, options)
 
 
-def run_decoder(options: Options, *, connect: str) -> int:
+def run_decoder(options: Options, *, connect: str, within: float) -> int:
     """Serve a decoder stage; returns the exit code."""
     bind, config = options.bind, options.config
 
@@ -102,7 +102,9 @@ def run_decoder(options: Options, *, connect: str) -> int:
             stage = load_preset(options.preset)[1]
         else:
             stage = _load(config, DecoderStageConfig)
-        return lambda endpoints: DecoderService(stage, endpoints, connect=connect, bind=bind)
+        return lambda endpoints: DecoderService(
+            stage, endpoints, connect=connect, bind=bind, within=within
+        )
 
     return _run(make, options)
 

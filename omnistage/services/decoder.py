@@ -57,6 +57,7 @@ class DecoderService:
         endpoints: This process's sockets.
         connect: The AR service's endpoint.
         bind: Where clients connect: ``ipc`` or ``tcp://host:port``.
+        within: Seconds that the AR service may take to answer; it may be starting, too.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class DecoderService:
         *,
         connect: str,
         bind: str,
+        within: float = 60.0,
     ) -> None:
         self.name = config.name
         self._config = config
@@ -73,7 +75,7 @@ class DecoderService:
         self._bind = bind
         self._branch = Branch(config, endpoints)
         self._branch.decoder.on_unexpected = self._begin
-        self._upstream = _Upstream(self._branch.decoder, endpoints, connect, config.codec)
+        self._upstream = _Upstream(self._branch.decoder, endpoints, connect, config.codec, within)
         self._outlets: dict[str, Outlet] = {}
         self._out: AudioOut | None = None
         self._publisher: Publisher | None = None
@@ -274,10 +276,16 @@ class _Upstream:
         endpoints: This process's sockets.
         endpoint: The service's.
         codec: Names what the decoder takes.
+        within: Seconds that the service may take to answer first.
     """
 
     def __init__(
-        self, decoder: DecoderStage, endpoints: Endpoints, endpoint: str, codec: str
+        self,
+        decoder: DecoderStage,
+        endpoints: Endpoints,
+        endpoint: str,
+        codec: str,
+        within: float,
     ) -> None:
         # Its own, however many decoders of this name there are.
         self.subscriber = f"{decoder.name[:50]}-{secrets.token_hex(4)}"
@@ -285,6 +293,7 @@ class _Upstream:
         self.codec = codec
         self._decoder = decoder
         self._endpoints = endpoints
+        self._within = within
         self._alone = Greet(PROTOCOL_VERSION, self.subscriber)
         self._link: ServiceLink | None = None
         self._info: DecoderInfo | None = None
@@ -306,7 +315,8 @@ class _Upstream:
         """
         self._info = info
         link = self._link = ServiceLink(self._endpoints, self.endpoint, self._alone, self)
-        welcome = await link.answered(_SECONDS)
+        log.info("connecting to %s", self.endpoint)
+        welcome = await link.answered(self._within)
         if welcome.ar is None:
             raise StartupError(f"the service at {self.endpoint} is no AR stage")
         if self._joining is not None:

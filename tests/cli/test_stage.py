@@ -240,7 +240,7 @@ def test_nobody_to_connect_to_is_said_in_bounded_time(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     sandbox = Sandbox(tmp_path_factory.mktemp("alone"))  # a short path, for sockets
-    for command in (["stage", "decoder"], ["speak", "Hi.", "-o", "x.wav"]):
+    for command in (["stage", "decoder", "--within", "1"], ["speak", "Hi.", "-o", "x.wav"]):
         done = sandbox.run(COMMAND, *command, "--connect", "tcp://127.0.0.1:9")
         assert done.code == 3
         assert "no service answers at tcp://127.0.0.1:9" in " ".join(done.stderr.split())
