@@ -28,7 +28,7 @@ from omnistage.errors import (
     UpdatesLost,
 )
 from omnistage.transport.control import core_identity
-from omnistage.transport.delivery import Delivery
+from omnistage.transport.delivery import MAX_RECEIVED, Delivery
 from omnistage.transport.endpoints import (
     LINGER_MS,
     beside,
@@ -303,7 +303,7 @@ class Publisher:
             retained.append((header, *buffers), size)
 
     def _answer_subscriptions(self, data: zmq.Socket[bytes]) -> None:
-        while True:
+        for _ in range(MAX_RECEIVED):
             try:
                 frames = data.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
