@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from itertools import accumulate
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -230,7 +230,9 @@ class DeliveryMetrics(Collector):
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self._lock = Lock()  # not for the counting: for who is open while a thread collects
+        # Not for the counting: for who is open while a thread collects. A finalizer may come
+        # between, in the same thread.
+        self._lock = RLock()
         self._open: list[DeliveryCounts] = []
         self._closed: dict[str, DeliveryCounts] = {}
         registry.register(self)

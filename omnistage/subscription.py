@@ -198,6 +198,7 @@ class _Inbox:
     def close_threadsafe(self) -> None:
         """As :meth:`close`, from a finalizer: any thread, any time."""
         if self._loop.is_closed():
+            self._subscriber.abandon()
             self._share.close()
         else:
             self._loop.call_soon_threadsafe(self.close)

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import uvloop
+from prometheus_client import REGISTRY
 
-from omnistage import Pipeline, subscribe
+from omnistage import Pipeline, Subscription, subscribe
 from omnistage.errors import ConfigError, StartupError
 from omnistage.testing import Script, scripted
 from omnistage.transport import link, shared
@@ -111,6 +112,23 @@ def test_two_event_loops_do_not_share() -> None:
     for factory in (asyncio.new_event_loop, uvloop.new_event_loop):
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(visit())
+
+
+def test_one_that_outlives_its_event_loop_leaves_the_metrics_too() -> None:
+    async def open_one() -> Subscription:
+        async with Pipeline(ar=scripted(Script(ids=range(9))), decoder=None) as pipeline:
+            return await subscribe(pipeline.endpoints, subscriber="late").__aenter__()
+
+    with asyncio.Runner() as runner:
+        subscription = runner.run(open_one())
+    labels = {"channel": "audio", "subscriber": "late"}
+    assert REGISTRY.get_sample_value("omnistage:delivery_credit", labels) is not None
+    # What its finalizer does; who else may hold it for a while is the interpreter's affair.
+    assert subscription._inbox is not None
+    subscription._inbox.close_threadsafe()
+    subscription._closed = True
+    assert REGISTRY.get_sample_value("omnistage:delivery_credit", labels) is None
+    assert not shared._shared
 
 
 @pytest.mark.slow

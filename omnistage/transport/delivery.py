@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_RECEIVED: Final = 1000
+MAX_RECEIVED: Final = 1000
 """Messages between two looks at what the scheduler has handed over."""
 
 
@@ -56,7 +56,7 @@ class Delivery:
 
     def receive(self) -> None:
         """Take what peers have sent so far; not all of it if they send too much."""
-        for _ in range(_MAX_RECEIVED):
+        for _ in range(MAX_RECEIVED):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

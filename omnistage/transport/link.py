@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 SILENT_SECONDS: Final = 3.0
 """A publisher that sends no heartbeat for so long is taken for gone."""
 _PING_SECONDS: Final = 1.0  # how often one that is silent is told that we are here
+_LIFE_SECONDS: Final = 1.9  # how often, at least, it is told so otherwise; it waits for 10
 _LATE_SECONDS: Final = 0.5  # a timer later than this: the loop stood still, not the publisher
 _LINGER_MS: Final = 100  # for the last acknowledgement; a publisher that is gone takes all of it
 
@@ -71,6 +72,7 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._silent = False
+        self._said_at = 0.0
         self._malformed = 0
         self._silent_at = time.monotonic() + SILENT_SECONDS
         self._socket = endpoints.context.socket(zmq.DEALER)
@@ -154,6 +156,7 @@ class Link:
             self.ack(self._feeds)
 
     def _send(self, message: DeliveryMessage) -> None:
+        self._said_at = time.monotonic()
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -200,7 +203,8 @@ class Link:
         if len(message.topics) < len(self._feeds):  # it has forgotten us, or not heard of some
             wanted += self._feeds.keys() - {topic for topic, _, _ in message.topics}
         # Nothing about topics it knows to be complete: then the answer is only a sign of life.
-        self.ack(topic for topic in dict.fromkeys(wanted) if topic in self._feeds)
+        if wanted or time.monotonic() - self._said_at > _LIFE_SECONDS:
+            self.ack(topic for topic in dict.fromkeys(wanted) if topic in self._feeds)
 
 
 def link_to(endpoints: Endpoints, endpoint: str, epoch: int) -> Link:

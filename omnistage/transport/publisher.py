@@ -29,7 +29,7 @@ from omnistage.errors import (
 )
 from omnistage.transport.control import core_identity
 from omnistage.transport.curve import Curve
-from omnistage.transport.delivery import Delivery
+from omnistage.transport.delivery import MAX_RECEIVED, Delivery
 from omnistage.transport.endpoints import (
     LINGER_MS,
     beside,
@@ -315,7 +315,7 @@ class Publisher:
             retained.append((header, *buffers), size)
 
     def _answer_subscriptions(self, data: zmq.Socket[bytes]) -> None:
-        while True:
+        for _ in range(MAX_RECEIVED):
             try:
                 frames = data.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -142,6 +142,10 @@ class Subscriber:
         """Stop reading and unsubscribe. Idempotent."""
         for feed in self._feeds:
             feed.close()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Take it out of the metrics, in any thread; all that is left to do without its loop."""
         delivery_metrics().remove(self.counts)
 
     async def _wait_until_confirmed(self) -> None:

@@ -218,6 +218,7 @@ async def test_a_subscriber_that_says_nothing_is_given_up_and_comes_back(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retained, "PEER_SECONDS", 1.0)
+    monkeypatch.setattr(link, "_LIFE_SECONDS", 0.0)
     source, endpoint = await site.publisher()
     handler = Handler()
     with proxy(site.endpoints, endpoint) as between:

@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from omnistage.errors import ProtocolError, SubscriberStalled
+from omnistage.transport.delivery import MAX_RECEIVED
 from omnistage.transport.endpoints import Endpoints
 from omnistage.transport.malformed import MAX_MALFORMED, MAX_OFFENDERS, Malformed
 from omnistage.transport.subscriber import Subscriber
@@ -137,6 +138,39 @@ async def test_garbage_at_the_data_socket_is_counted_and_makes_no_topics(
     await handler.wait_for(lambda: handler.ids == [1])
     subscriber.close()
     raw.close(linger=0)
+
+
+async def test_a_flood_of_subscriptions_does_not_keep_messages_back(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, endpoint = await site.publisher()
+    handler = Handler()
+    subscriber = await site.subscriber(handler, "d", endpoint)
+    answered = 0
+    seen: list[int] = []
+
+    def note(error: ProtocolError) -> None:
+        nonlocal answered
+        answered += 1
+        if answered == 1:
+            source.send(subscriber.topic, 1)  # while the rest of the flood is in the socket
+
+    def publishes() -> list[Failed]:
+        seen.append(answered)
+        return []
+
+    monkeypatch.setattr(source, "failures", publishes)
+    monkeypatch.setattr(site.publishers[0], "_note_malformed", note)
+    raw = site.endpoints.context.socket(zmq.XSUB)
+    raw.setsockopt(zmq.SNDHWM, 0)
+    raw.connect(endpoint)
+    for i in range(5000):
+        raw.send(b"\x01" + str(i).encode())
+    await eventually(lambda: answered == 5000)
+    await handler.wait_for(lambda: handler.ids == [1])
+    assert len(set(seen)) >= 5000 // MAX_RECEIVED
+    raw.close(linger=0)
+    subscriber.close()
 
 
 @pytest.mark.parametrize("where", ["data", "delivery", "control"])
