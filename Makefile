@@ -35,7 +35,7 @@ contract: setup ## vLLM's own scheduler tests, with its schedulers and with ours
 cases: setup ## the public failure cases and the tests that hold them; fails on a gap
 	@$(BIN)/python -m tools.cases
 
-bench: setup ## tokens per second and delivery cost beside stock vLLM; wants a quiet machine
+bench: setup ## tokens per second and delivery cost beside stock vLLM; benchmarks/hop.py: the hop alone
 	$(BIN)/python benchmarks/ar.py --rounds $(ROUNDS) --tokens $(TOKENS)
 
 soak: setup ## the tests marked slow, and the contract in full

@@ -10,6 +10,7 @@ from omnistage.request import ChunkPolicy, check_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from omnistage.adapters.input import InputAdapter
     from omnistage.adapters.processor import ChunkProcessor
@@ -31,11 +32,14 @@ class ARStageConfig:
         input_adapter: Makes of a stage input what the model takes; None passes text or ids on.
         engine_args: Further fields of vLLM's ``AsyncEngineArgs``, passed through unchanged.
         name: Names the stage in errors, logs and metrics.
-        bind: Where updates are published: ``ipc``, or ``tcp://127.0.0.1:PORT``.
+        bind: Where updates are published: ``ipc``, or ``tcp://ADDRESS:PORT``; another address than
+            the loopback interface's needs keys.
+        keys: Directory of the CURVE keys of its tcp sockets, made by ``omnistage keys``.
         start_method: How vLLM starts its processes; None leaves it to vLLM. ``fork`` starts in a
             fifth of the time and is safe only while this process has run no torch computation in
             other threads.
         startup_timeout: Seconds from the engine's start to every engine core's hello.
+        codec: Names what its ids are, for services: a decoder that names another codec is refused.
 
     Raises:
         ConfigError: A name that cannot be one, or an engine argument that the stage sets itself.
@@ -47,8 +51,10 @@ class ARStageConfig:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     name: str = "ar"
     bind: str = "ipc"
+    keys: str | Path | None = None
     start_method: Literal["spawn", "fork"] | None = None
     startup_timeout: float = 60.0
+    codec: str = ""
 
     def __post_init__(self) -> None:
         check_name(self.name, "a stage name")
@@ -104,6 +110,7 @@ class DecoderStageConfig:
             read, ``fail`` ends it with ReaderStalled.
         then: Makes each stage that the audio goes through behind the decoder, in order.
         name: Names the stage in errors, logs and metrics, and is its subscriber id on the wire.
+        codec: Names what it decodes; see :class:`ARStageConfig`.
 
     Raises:
         ConfigError: A name that cannot be one, a batch of none, or no audio that may be unread.
@@ -117,6 +124,7 @@ class DecoderStageConfig:
     slow_reader: Literal["hold", "fail"] = "hold"
     then: Sequence[Callable[[], AudioStage]] = ()
     name: str = "decoder"
+    codec: str = ""
 
     def __post_init__(self) -> None:
         check_name(self.name, "a stage name")

@@ -4,46 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+import secrets
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 from omnistage.config import AUDIO, ARStageConfig, DecoderStageConfig
 from omnistage.errors import ConfigError, InvalidRequest, StageClosed
 from omnistage.metrics import RequestMetrics, default_metrics
+from omnistage.monitoring import Health as Health
 from omnistage.request import ChunkPolicy, StageInput, check_name, check_text
+from omnistage.services.remote_ar import RemoteRoute
 from omnistage.stages.ar import ARStage
 from omnistage.stages.base import settled
 from omnistage.stages.branch import Branch
 from omnistage.stages.environment import check_event_loop
+from omnistage.stages.route import Route, close, pick, start
 from omnistage.stream import Stream, Submission
-from omnistage.transport.endpoints import Endpoints
+from omnistage.transport.endpoints import Endpoints, check_endpoint
+from omnistage.transport.keys import load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from omnistage.stages.base import AutoregressiveStage, Stage
+    from omnistage.stages.route import AnyRoute, RequestBranch
 
 log = logging.getLogger(__name__)
-
-_SUBSCRIBE_SECONDS: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    """Whether a pipeline takes requests.
-
-    Args:
-        ok: Whether it does.
-        reason: If not, why.
-        running: Requests in it.
-    """
-
-    ok: bool
-    reason: str | None
-    running: int
 
 
 class Pipeline:
@@ -54,7 +44,8 @@ class Pipeline:
     several pipelines may share that.
 
     Args:
-        ar: The AR stage, or what makes one of this process's sockets.
+        ar: The AR stage, or what makes one of this process's sockets; its attribute ``keys``, if it
+            has one, is the directory of their keys.
         decoder: The decoder stage; several, each of which decodes every request; or none, where
             requests end with the AR stage or others subscribe to its updates.
         llm: An engine that is running already, its configuration given to
@@ -76,20 +67,30 @@ class Pipeline:
             raise ConfigError("decoder is a DecoderStageConfig, a list of them, or None")
         if isinstance(ar, ARStageConfig):
             config = ar
-            self._make_ar: Callable[[Endpoints], AutoregressiveStage] = lambda endpoints: ARStage(
-                config, endpoints, llm=llm
-            )
+            make_ar: Callable[[Endpoints], AutoregressiveStage] = partial(ARStage, config, llm=llm)
         elif llm is not None:
             raise ConfigError("llm= goes with an ARStageConfig")
         elif callable(ar):
-            self._make_ar = ar
+            make_ar = ar
         else:
             raise ConfigError(f"ar is an ARStageConfig, or makes an AR stage, got {ar!r}")
-        self._decoders = tuple(decoders)
-        _check_names([*([ar] if isinstance(ar, ARStageConfig) else []), *self._decoders])
+        _check_names([*([ar] if isinstance(ar, ARStageConfig) else []), *decoders])
+        self._set_up(
+            lambda endpoints: [
+                Route(make_ar(endpoints), [Branch(config, endpoints) for config in decoders])
+            ],
+            getattr(ar, "keys", None),
+        )
+
+    def _set_up(
+        self,
+        make_routes: Callable[[Endpoints], Sequence[AnyRoute]],
+        keys: str | Path | None,
+    ) -> None:
+        self._make_routes = make_routes
+        self._keys = keys
         self._running: dict[str, Submission] = {}
-        self._ar: AutoregressiveStage | None = None
-        self._branches: list[Branch] = []
+        self._routes: Sequence[AnyRoute] = ()
         self._started: asyncio.Future[None] | None = None
         self._stop = asyncio.Event()
         self._failure: Exception | None = None
@@ -111,6 +112,49 @@ class Pipeline:
 
         ar, decoder = load_preset(name, **changes)
         return cls(ar=ar, decoder=decoder)
+
+    @classmethod
+    def connect(
+        cls,
+        *services: str,
+        decoders: Sequence[str] = ("decoder",),
+        keys: str | Path | None = None,
+        within: float = 10.0,
+    ) -> Self:
+        """A pipeline whose stages are services, in other processes or on other hosts.
+
+        Each request goes to the AR service that has the fewest of ours, and there to the decoder
+        service that has the fewest, for its whole life. Services may come and go: one that is gone
+        fails the requests it had and is used again when it is back.
+
+        Args:
+            services: Endpoints of AR services, as ``omnistage stage ar`` prints them.
+            decoders: Names of the decoder stages that decode each request; none, where requests end
+                with the AR stage or others subscribe to its updates.
+            keys: Directory of the CURVE keys of tcp services that have some.
+            within: Seconds until one AR service must have answered and have a decoder of each name.
+
+        Raises:
+            ConfigError: No endpoint, one that cannot be one, or a name that cannot be one.
+        """
+        if not services:
+            raise ConfigError("there is no AR service to connect to")
+        for service in services:
+            check_endpoint(service)
+        names = [decoders] if isinstance(decoders, str) else list(decoders)
+        for name in names:
+            check_name(name, "a decoder's name")
+        _check_seconds(within, "within")
+        client = f"client-{secrets.token_hex(8)}"
+        pipeline = cls.__new__(cls)
+        pipeline._set_up(
+            lambda endpoints: [
+                RemoteRoute(endpoints, service, client=client, roles=names, within=within)
+                for service in dict.fromkeys(services)
+            ],
+            keys,
+        )
+        return pipeline
 
     async def __aenter__(self) -> Self:
         check_event_loop()
@@ -150,17 +194,16 @@ class Pipeline:
             self._host.exception()  # retrieved; entering the pipeline or a request has raised it
 
     def _request_metrics(self) -> RequestMetrics:
-        ar, branches = self._served()
+        ar, branches = self._pick()
         last = branches[0].name if branches else ar.name
         return RequestMetrics(default_metrics(), ar.model_name, last)
 
     def health(self) -> Health:
         """Whether the pipeline takes requests, and if not, why; never raises, in any thread."""
         try:
-            ar, _ = self._served()
+            reason = self._pick()[0].closed
         except StageClosed as error:
             return Health(ok=False, reason=str(error), running=len(self._running))
-        reason = ar.closed
         return Health(
             ok=reason is None,
             reason=None if reason is None else str(reason),
@@ -185,7 +228,7 @@ class Pipeline:
             StageClosed: The pipeline does not run.
             ConfigError: It has no decoder.
         """
-        branches = self._served()[1]
+        branches = self._pick()[1]
         if not branches:
             raise ConfigError("the pipeline has no decoder")
         return branches[0].sample_rate
@@ -197,7 +240,7 @@ class Pipeline:
         Raises:
             StageClosed: The pipeline does not run.
         """
-        return tuple(self._served()[0].publishers)
+        return tuple(endpoint for route in self._served() for endpoint in route.ar.publishers)
 
     def submit(
         self,
@@ -261,52 +304,45 @@ class Pipeline:
             )
         )
 
-    def _stages(self) -> tuple[AutoregressiveStage, Sequence[Branch]]:
-        """The running stages, for the event loop that they run on."""
-        served = self._served()
+    def _stages(self) -> tuple[AutoregressiveStage, Sequence[RequestBranch]]:
+        """The stages for the next request, on the event loop that they run on."""
+        picked = self._pick()
         if self._host is not None and self._host.get_loop() is not asyncio.get_running_loop():
             raise StageClosed(
                 "the pipeline runs on another event loop; submit from there, for instance with "
                 "asyncio.run_coroutine_threadsafe"
             )
-        return served
+        return picked
 
-    def _served(self) -> tuple[AutoregressiveStage, Sequence[Branch]]:
-        """The running stages, from anywhere."""
+    def _pick(self) -> tuple[AutoregressiveStage, Sequence[RequestBranch]]:
+        """The stages for the next request, from any thread."""
+        route = pick(self._served())
+        return route.ar, route.branches
+
+    def _served(self) -> Sequence[AnyRoute]:
+        """The running routes, from anywhere."""
         if self._failure is not None:
             raise StageClosed(self._why()) from self._failure
-        if self._ar is None or self._stop.is_set():
+        if not self._routes or self._stop.is_set():
             raise StageClosed("the pipeline is not running; use it as `async with`")
-        return self._ar, self._branches
+        return self._routes
 
     async def _run(self) -> None:
         """Own the stages from start to end."""
-        with Endpoints() as endpoints:
-            ar = self._make_ar(endpoints)
-            branches = [Branch(config, endpoints) for config in self._decoders]
+        with Endpoints(keys=load_keys(self._keys)) as endpoints:
+            routes = self._make_routes(endpoints)
             try:
-                # The engine first: it may be forked, and a decoder starts torch's threads.
-                await ar.start()
-                for branch in branches:
-                    await branch.start()
-                    await branch.subscribe(
-                        ar.publishers, within=_SUBSCRIBE_SECONDS, upstream=ar.name
-                    )
-                self._ar, self._branches = ar, branches
-                await self._serve([ar, *(stage for b in branches for stage in b.stages)])
+                await start(routes)
+                self._routes = routes
+                await self._serve([stage for route in routes for stage in route.stages])
             except Exception as error:
                 self._failure = error
                 raise
             finally:
                 self._stop.set()
                 await self._end_requests()
-                parts: list[Any] = [*branches, ar]
-                for closing in parts:
-                    try:
-                        await closing.aclose()
-                    except Exception:  # the others are to be closed all the same
-                        log.exception("stage %s could not be closed", closing.name)
-                self._ar, self._branches = None, []
+                await close(routes)
+                self._routes = ()
 
     async def _serve(self, stages: Sequence[Stage]) -> None:
         serving = [asyncio.create_task(stage.serve(), name=stage.name) for stage in stages]
@@ -349,6 +385,11 @@ def _consumers(subscribers: Iterable[str]) -> tuple[tuple[str, str], ...]:
         return tuple((AUDIO, check_name(name, "a subscriber id")) for name in dict.fromkeys(names))
     except (ConfigError, TypeError) as error:
         raise InvalidRequest(str(error), parameter="subscribers") from error
+
+
+def _check_seconds(seconds: object, what: str) -> None:
+    if not _is_positive(seconds):
+        raise ConfigError(f"{what} must be a positive number of seconds, got {seconds!r}")
 
 
 def _is_positive(seconds: object) -> bool:

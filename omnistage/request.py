@@ -137,6 +137,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
         voice: The voice asked for, if any.
         options: Decoder options, plain values.
         trace_headers: W3C trace context of the caller.
+        reply: Who gets the audio, where the decoder is a service: its subscriber id there.
     """
 
     chunks: ChunkPolicy | None = None
@@ -144,6 +145,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     voice: str | None = None
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     trace_headers: dict[str, str] = msgspec.field(default_factory=dict)
+    reply: str = ""
 
 
 class Terminal(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -223,6 +225,9 @@ class StageRequest:
         input: What was asked.
         final_stage: Whether the AR stage is the last one, so that nothing is published.
         consumers: (channel, subscriber id) pairs that receive the AR stage's updates.
+        reply: See :class:`Start`.
+        after: Internal id of the request that this one continues, of the same submission.
+        more: Whether another one of the submission will follow.
     """
 
     request_id: str
@@ -230,6 +235,9 @@ class StageRequest:
     input: StageInput
     final_stage: bool = False
     consumers: tuple[tuple[str, str], ...] = ()
+    reply: str = ""
+    after: str | None = None
+    more: bool = False
 
 
 class Payload(msgspec.Struct, frozen=True):

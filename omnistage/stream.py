@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from omnistage.metrics import RequestMetrics
     from omnistage.request import AudioChunk, StageInput
     from omnistage.stages.base import AutoregressiveStage
-    from omnistage.stages.branch import Branch
+    from omnistage.stages.route import RequestBranch
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,11 @@ class Stream:
         self._request = request
 
     async def __aenter__(self) -> Self:
-        self._request.start()
+        try:
+            await self._request.start()
+        except asyncio.CancelledError:
+            self._request.fail(StreamClosed("the reader was cancelled"))
+            raise
         return self
 
     async def __aexit__(
@@ -65,8 +69,8 @@ class Stream:
         return self
 
     async def __anext__(self) -> AudioChunk:
-        self._request.start()
         try:
+            await self._request.start()
             chunk = await self._request.next()
         except asyncio.CancelledError:
             # Whoever cancels the reader may never come back to close the stream.
@@ -158,7 +162,7 @@ class Submission:
 
     def __init__(
         self,
-        stages: Callable[[], tuple[AutoregressiveStage, Sequence[Branch]]],
+        stages: Callable[[], tuple[AutoregressiveStage, Sequence[RequestBranch]]],
         running: dict[str, Submission],
         asked: StageInput,
         *,
@@ -181,6 +185,7 @@ class Submission:
         self._timeout = timeout
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._route: tuple[AutoregressiveStage, Sequence[RequestBranch]] | None = None
         self._news = asyncio.Event()
         self._error: OmniStageError | None = None
         self._pieces: deque[StageInput] = deque()
@@ -203,12 +208,12 @@ class Submission:
             raise ConfigError(f"the pipeline has {len(branches) or 'no'} decoders; {what}")
         return branches[0].sample_rate
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Submit the first piece; once."""
         if self.started or self.over:
             return
         self._loop = asyncio.get_running_loop()
-        ar, branches = self._stages()
+        self._route = ar, branches = self._stages()
         self._last_stage = branches[0].name if branches else ar.name
         self.started = True
         self._running[self.request_id] = self
@@ -217,7 +222,10 @@ class Submission:
         if self._timeout is not None:
             self._timer = self._loop.call_later(self._timeout, self._on_timeout)
         try:
-            self._pieces.extend(ar.split(self._input))
+            pieces = await ar.split(self._input)
+            if self._error is not None:  # meanwhile
+                return
+            self._pieces.extend(pieces)
             if not self._pieces:
                 raise InvalidRequest("the input adapter made no request of it", parameter="prompt")
             self._go_on()
@@ -275,29 +283,32 @@ class Submission:
             return
         if sum(not take.over for take in self._takes) > 1:
             return  # sampling is ahead of decoding by a whole piece
-        try:
-            ar, branches = self._stages()
-        except OmniStageError as error:
-            self.fail(error)
+        if self._route is None:
             return
+        ar, branches = self._route
         limit = min((branch.max_unread for branch in branches), default=0.0)
         if self._takes and branches and sum(t.unread_seconds for t in self._takes) >= limit:
             return
         number = self._started_takes
         self._started_takes += 1
+        asked = self._pieces.popleft()
         take = Take(number, branches, self._on_news)
         self._takes.append(take)
-        consumers = (*(branch.consumer for branch in branches), *self._consumers)
         take.start(
             ar,
             StageRequest(
-                request_id=f"{self.request_id}.{number}" if number else self.request_id,
+                request_id=self._id_of(number),
                 external_id=self._external_id,
-                input=self._pieces.popleft(),
-                final_stage=not consumers,
-                consumers=consumers,
+                input=asked,
+                consumers=self._consumers,
+                after=self._id_of(number - 1) if number else None,
+                more=bool(self._pieces),
             ),
         )
+
+    def _id_of(self, number: int) -> str:
+        """Internal id of a piece's request."""
+        return f"{self.request_id}.{number}" if number else self.request_id
 
     def _on_news(self, take: Take, chunk: AudioChunk | None = None) -> None:
         """From a take: a chunk came, the AR stage is done with it, or it is over."""

@@ -15,12 +15,15 @@ from omnistage.config import AUDIO
 from omnistage.errors import ConfigError, StreamClosed
 from omnistage.request import Payload, TokenUpdate
 from omnistage.stages.environment import check_event_loop
-from omnistage.transport.endpoints import Endpoints
+from omnistage.transport.endpoints import check_endpoint
+from omnistage.transport.keys import Keys, load_keys
+from omnistage.transport.shared import Share
 from omnistage.transport.subscriber import Subscriber
 from omnistage.wire import topic
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from omnistage.errors import UpdatesLost
@@ -36,6 +39,7 @@ def subscribe(
     *,
     subscriber: str = "tokens",
     within: float = 10.0,
+    keys: str | Path | None = None,
 ) -> Subscription:
     """Subscribe to an AR stage's updates, in this process or another.
 
@@ -49,24 +53,25 @@ def subscribe(
         channel: The channel.
         subscriber: The subscriber's id.
         within: Seconds to wait for the publishers' confirmations.
+        keys: Directory of the keys to connect with over tcp, where the AR stage has keys.
 
     Returns:
         The updates; enter it with ``async with``, which returns when every publisher has confirmed,
         or iterate over it at once.
 
     Raises:
-        ConfigError: A channel, subscriber id or endpoint that cannot be one.
+        ConfigError: A channel, subscriber id or endpoint that cannot be one, or keys that cannot be
+            used.
     """
     given = (endpoints,) if isinstance(endpoints, str) else tuple(endpoints)
     _check(given, within)
     topic(channel, subscriber)  # raises for names that cannot be
-    return Subscription(given, channel, subscriber, within)
+    return Subscription(given, channel, subscriber, within, load_keys(keys))
 
 
 def _check(endpoints: tuple[Any, ...], within: Any) -> None:
     for endpoint in endpoints:
-        if not isinstance(endpoint, str) or not endpoint.startswith(("ipc://", "tcp://")):
-            raise ConfigError(f"an endpoint is ipc://PATH or tcp://HOST:PORT, got {endpoint!r}")
+        check_endpoint(endpoint)
     if not endpoints:
         raise ConfigError("there is no endpoint to subscribe at")
     if not isinstance(within, int | float) or not 0 < within < math.inf:
@@ -79,12 +84,19 @@ class Subscription:
     Updates of a request come in order, each once. A gap raises UpdatesLost where it is; reading on
     gives what came behind it. It has no end of its own: close it, or leave ``async with``. A reader
     that falls behind without end fails its requests with SubscriberStalled, not its memory.
+    All those of an event loop share one connection a publisher for what is not data.
     """
 
     def __init__(
-        self, endpoints: tuple[str, ...], channel: str, subscriber: str, within: float
+        self,
+        endpoints: tuple[str, ...],
+        channel: str,
+        subscriber: str,
+        within: float,
+        keys: Keys | None = None,
     ) -> None:
         self._publishers = endpoints
+        self._keys = keys
         self._topic = (channel, subscriber)
         self._within = within
         self._inbox: _Inbox | None = None
@@ -95,7 +107,7 @@ class Subscription:
         if self._closed:
             raise StreamClosed("the subscription was closed; make another one")
         if self._inbox is None:
-            self._inbox = _Inbox(*self._topic)
+            self._inbox = _Inbox(*self._topic, self._keys)
             try:
                 await self._inbox.connect(self._publishers, self._within)
             except BaseException:
@@ -148,15 +160,18 @@ class _Inbox:
     Args:
         channel: The channel.
         subscriber: The subscriber's id.
+        keys: Those of its sockets.
     """
 
-    def __init__(self, channel: str, subscriber: str) -> None:
+    def __init__(self, channel: str, subscriber: str, keys: Keys | None) -> None:
         self._loop = asyncio.get_running_loop()
         self._items: deque[TokenUpdate | UpdatesLost] = deque()
         self._news = asyncio.Event()
         self._closed = False
-        self._endpoints = Endpoints()
-        self._subscriber = Subscriber(self._endpoints, channel, subscriber, self)
+        self._share = Share(keys)
+        self._subscriber = Subscriber(
+            self._share.endpoints, channel, subscriber, self, unread=self._items.__len__
+        )
 
     async def connect(self, publishers: tuple[str, ...], within: float) -> None:
         await self._subscriber.connect(publishers, within=within)
@@ -178,12 +193,13 @@ class _Inbox:
         self._items.clear()
         self._news.set()
         self._subscriber.close()
-        self._endpoints.close()
+        self._share.close()
 
     def close_threadsafe(self) -> None:
         """As :meth:`close`, from a finalizer: any thread, any time."""
         if self._loop.is_closed():
-            self._endpoints.close()
+            self._subscriber.abandon()
+            self._share.close()
         else:
             self._loop.call_soon_threadsafe(self.close)
 

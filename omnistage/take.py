@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from omnistage.errors import OmniStageError, ServerError, UpdatesLost
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from omnistage.request import AudioChunk, StageRequest, Terminal
     from omnistage.stages.base import AutoregressiveStage, RunningRequest
-    from omnistage.stages.branch import Branch
+    from omnistage.stages.route import RequestBranch
 
 # How long the last update may be behind vLLM's own answer, and the other way round.
 _STRAGGLER_SECONDS: Final = 10.0
@@ -36,7 +37,7 @@ class Take:
     def __init__(
         self,
         number: int,
-        branches: Sequence[Branch],
+        branches: Sequence[RequestBranch],
         on_news: Callable[[Take, AudioChunk | None], None],
     ) -> None:
         self.number = number
@@ -68,13 +69,21 @@ class Take:
         return max((part.unread_seconds for part in self._parts), default=0.0)
 
     def start(self, ar: AutoregressiveStage, request: StageRequest) -> None:
-        """Open every branch, then submit to the AR stage; a stage that refuses it ends the take."""
+        """Open every branch, then submit to the AR stage; a stage that refuses it ends the take.
+
+        Args:
+            ar: The AR stage.
+            request: The request; the branches are consumers beside its own.
+        """
         self._request_id = request.request_id
+        consumers = []
         try:
             for branch in self._branches:
                 part = _Part(self, branch)
-                branch.open(request.request_id, part)
+                consumers.append(branch.open(request.request_id, part, after=request.after))
                 self._parts.append(part)
+            consumers += request.consumers
+            request = replace(request, consumers=tuple(consumers), final_stage=not consumers)
             self._ar = ar.submit(request, on_done=self._on_ar_done)
         except OmniStageError as error:
             self.fail(error)
@@ -174,7 +183,7 @@ class Take:
 class _Part:
     """A take's share of one branch: what that branch has given of it."""
 
-    def __init__(self, take: Take, branch: Branch) -> None:
+    def __init__(self, take: Take, branch: RequestBranch) -> None:
         self.branch = branch
         self.terminal: Terminal | None = None
         self.unread_seconds = 0.0

@@ -1,49 +1,38 @@
 """Messages and their frames: the only place that knows what omnistage's bytes look like.
 
-A message on the data socket is ``topic | msgpack header | raw buffers``; on the control socket it
-is the header alone. Every decode validates before it allocates and raises :class:`ProtocolError`,
-nothing else.
+A message on the data socket is ``topic | msgpack header | raw buffers``, and so is one that is sent
+again on the delivery socket; all others are the header alone. Every decode validates before it
+allocates and raises :class:`ProtocolError`, nothing else.
 """
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
 
 from omnistage.errors import ConfigError, OmniStageError, ProtocolError
 from omnistage.request import Start, Terminal, check_name
+from omnistage.tensors import ITEM_BYTES as ITEM_BYTES
+from omnistage.tensors import MAX_BUFFER_BYTES as MAX_BUFFER_BYTES
+from omnistage.tensors import MAX_BUFFERS as MAX_BUFFERS
+from omnistage.tensors import Buffer as Buffer
+from omnistage.tensors import TensorInfo as TensorInfo
+from omnistage.tensors import buffer_bytes as buffer_bytes
+from omnistage.tensors import check_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PROTOCOL_VERSION: Final = 1
-MAX_HEADER_BYTES: Final = 64 << 20
-MAX_BUFFER_BYTES: Final = 256 << 20
-MAX_BUFFERS: Final = 16_384
+MAX_HEADER_BYTES: Final = 16 << 20
+"""A heartbeat of 65,536 topics has 10 MiB. Decoded, a header can take 60 times its size."""
+MAX_SUBSCRIPTION_BYTES: Final = 4096  # a topic has 130; but ZeroMQ counts its handshake too
+MAX_ERROR: Final = 4096  # characters: what a user's code raises can be as long as its input
 MAX_CONSUMERS: Final = 64
-MAX_ID: Final = 512
-"""Characters of a request's id, which every update of it repeats."""
+MAX_ID: Final = 512  # characters of a request's id, which every update of it repeats
 
 _END: Final = b"\x00"
-ITEM_BYTES: Final[dict[str, int]] = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-}
-"""Bytes an element of each dtype that may cross."""
-
-Buffer = bytes | bytearray | memoryview
 
 
 def topic(channel: str, subscriber: str) -> bytes:
@@ -73,24 +62,6 @@ def parse_topic(raw: bytes) -> tuple[str, str]:
     except (ValueError, ConfigError) as error:
         raise ProtocolError(f"not a topic: {raw[:80]!r}") from error
     return channel, subscriber
-
-
-class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that travels as a raw buffer after the header.
-
-    Args:
-        name: Key of the payload.
-        dtype: One of :data:`ITEM_BYTES`.
-        shape: Its shape; the first dimension is rows.
-        first_row: Absolute position of its first row in the request.
-        frame: Index of its buffer among the message's buffers, from 0.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    first_row: int
-    frame: int
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -149,12 +120,79 @@ class Subscribed(msgspec.Struct, frozen=True, array_like=True, tag="subscribed")
         epoch: As in :class:`Data`.
         dp_index: As in :class:`Data`.
         next_sequence: The sequence that the topic's next data message will have.
+        delivery: The endpoint of this publisher's delivery socket.
     """
 
     version: int
     epoch: int
     dp_index: int
     next_sequence: int
+    delivery: str = ""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
+    """A subscriber's process has everything below these sequences; also its sign of life.
+
+    Args:
+        version: :data:`PROTOCOL_VERSION` of the sender.
+        epoch: The epoch of the publisher that is meant.
+        positions: (topic, the sequence it expects next).
+    """
+
+    version: int
+    epoch: int
+    positions: tuple[tuple[bytes, Count], ...]
+
+
+class Replay(msgspec.Struct, frozen=True, array_like=True, tag="replay"):
+    """A subscriber lacks messages: the publisher sends again what it still has of them.
+
+    Args:
+        version: :data:`PROTOCOL_VERSION` of the sender.
+        epoch: As in :class:`Ack`.
+        topic: Whose messages.
+        first: The first sequence it lacks.
+        end: The one behind the last.
+    """
+
+    version: int
+    epoch: int
+    topic: bytes
+    first: Count
+    end: Count
+
+
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+    """A subscriber has closed: what is retained for it can go.
+
+    Args:
+        version: :data:`PROTOCOL_VERSION` of the sender.
+        epoch: As in :class:`Ack`.
+        topic: What it does not want any more.
+    """
+
+    version: int
+    epoch: int
+    topic: bytes
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
+    """A publisher lives, and this is how far the topics are that a peer acknowledges.
+
+    Args:
+        version: :data:`PROTOCOL_VERSION` of the sender.
+        epoch: As in :class:`Data`.
+        dp_index: As in :class:`Data`.
+        topics: (topic, the oldest sequence that can be sent again, the next one's sequence).
+    """
+
+    version: int
+    epoch: int
+    dp_index: int
+    topics: tuple[tuple[bytes, Count, Count], ...]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -239,15 +277,16 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
 
 DataMessage = Data | Subscribed
 ControlMessage = Hello | Failed | Release | Released
-
+DeliveryMessage = Ack | Replay | Leave | Heartbeat
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 _data_decoder = msgspec.msgpack.Decoder(DataMessage)
 _control_decoder = msgspec.msgpack.Decoder(ControlMessage)
+_delivery_decoder = msgspec.msgpack.Decoder(DeliveryMessage)
 _admission_decoder = msgspec.msgpack.Decoder(Admission)
 
 
-def encode(message: DataMessage | ControlMessage | Admission) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """The msgpack header of a message."""
     return _encoder.encode(message)
 
@@ -259,24 +298,12 @@ def decode_data(header: Buffer, buffers: Sequence[Buffer] = ()) -> DataMessage:
         ProtocolError: Another version, malformed bytes, or a tensor whose dtype, shape and buffer
             disagree.
     """
-    message = _decode(_data_decoder, header)
+    message = decode_with(_data_decoder, header)
     if isinstance(message, Data):
-        _check_tensors(message, buffers)
+        check_tensors([i for update in message.updates for i in update.tensors], buffers)
     elif buffers:
         raise ProtocolError(f"a {type(message).__name__} message carries no buffers")
     return message
-
-
-def sequence_of(header: Buffer) -> tuple[int, int, int] | None:
-    """What can be read of a data header that does not decode: (epoch, dp index, sequence)."""
-    try:
-        fields: Any = msgspec.msgpack.decode(header)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None
-    if not isinstance(fields, list) or len(fields) < 5 or fields[:2] != ["data", PROTOCOL_VERSION]:
-        return None
-    numbers = fields[2:5]
-    return (numbers[0], numbers[1], numbers[2]) if all(type(n) is int for n in numbers) else None
 
 
 def decode_control(header: Buffer) -> ControlMessage:
@@ -285,7 +312,16 @@ def decode_control(header: Buffer) -> ControlMessage:
     Raises:
         ProtocolError: Another version or malformed bytes.
     """
-    return _decode(_control_decoder, header)
+    return decode_with(_control_decoder, header)
+
+
+def decode_delivery(header: Buffer) -> DeliveryMessage:
+    """Decode and validate a message of the delivery socket that is no data.
+
+    Raises:
+        ProtocolError: Another version or malformed bytes.
+    """
+    return decode_with(_delivery_decoder, header)
 
 
 def decode_admission(raw: object) -> Admission:
@@ -297,7 +333,7 @@ def decode_admission(raw: object) -> Admission:
     """
     if not isinstance(raw, bytes | bytearray | memoryview):
         raise ProtocolError(f"admission record must be bytes, got {type(raw).__name__}")
-    record = _decode(_admission_decoder, raw)
+    record = decode_with(_admission_decoder, raw)
     if len(record.request_id) > MAX_ID:
         raise ProtocolError(f"request id of {len(record.request_id)} characters, at most {MAX_ID}")
     # The scheduler's thread reads this, and every step of the request makes an update for each.
@@ -313,7 +349,12 @@ def decode_admission(raw: object) -> Admission:
     return record
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_T], header: Buffer) -> _T:
+def decode_with(decoder: msgspec.msgpack.Decoder[_T], header: Buffer) -> _T:
+    """Decode and validate a header whose kinds ``decoder`` knows.
+
+    Raises:
+        ProtocolError: Another version or malformed bytes.
+    """
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(
             f"header of {len(header)} bytes exceeds the limit of {MAX_HEADER_BYTES}"
@@ -329,17 +370,27 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], header: Buffer) -> _T:
     return message
 
 
+class _Head(msgspec.Struct, array_like=True):
+    """A message's first two fields; what follows is passed over, not allocated."""
+
+    first: msgspec.Raw
+    second: msgspec.Raw = msgspec.Raw()
+
+
+_head_decoder = msgspec.msgpack.Decoder(_Head)
+_int_decoder = msgspec.msgpack.Decoder(int)
+
+
 def _explain(header: Buffer, error: Exception) -> str:
     """Name another version as such: its fields may differ, and decoding fails before the check."""
     try:
-        fields: Any = msgspec.msgpack.decode(header)
+        head = _head_decoder.decode(header)
+        # The first is a tag, where there is one; a tag begins with a text's bits.
+        tagged = bytes(head.first)[:1] > b"\x9f"
+        version = _int_decoder.decode(head.second if tagged else head.first)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return f"malformed header: {error}"
-    if isinstance(fields, list) and len(fields) > 1:
-        version = fields[1] if isinstance(fields[0], str) else fields[0]
-        if isinstance(version, int) and version != PROTOCOL_VERSION:
-            return _mismatch(version)
-    return f"malformed header: {error}"
+    return f"malformed header: {error}" if version == PROTOCOL_VERSION else _mismatch(version)
 
 
 def _mismatch(version: object) -> str:
@@ -347,39 +398,3 @@ def _mismatch(version: object) -> str:
         f"peer speaks protocol {version}, this side {PROTOCOL_VERSION}; "
         "install the same omnistage release on both"
     )
-
-
-def _check_tensors(message: Data, buffers: Sequence[Buffer]) -> None:
-    if len(buffers) > MAX_BUFFERS:
-        raise ProtocolError(f"{len(buffers)} buffers exceed the limit of {MAX_BUFFERS}")
-    claimed = [info for update in message.updates for info in update.tensors]
-    if sorted(info.frame for info in claimed) != list(range(len(buffers))):
-        raise ProtocolError(f"{len(claimed)} tensors do not match {len(buffers)} buffers")
-    for info in claimed:
-        size = buffer_bytes(info)
-        actual = memoryview(buffers[info.frame]).nbytes
-        if size != actual:
-            raise ProtocolError(
-                f"tensor {info.name!r} {info.dtype}{list(info.shape)} needs {size} bytes, "
-                f"its buffer has {actual}"
-            )
-
-
-def buffer_bytes(info: TensorInfo) -> int:
-    """Bytes that a tensor of this dtype and shape occupies.
-
-    Raises:
-        ProtocolError: An unknown dtype, a negative dimension, or more than
-            :data:`MAX_BUFFER_BYTES`.
-    """
-    item = ITEM_BYTES.get(info.dtype)
-    if item is None:
-        raise ProtocolError(f"tensor {info.name!r} has unknown dtype {info.dtype!r}")
-    if len(info.shape) > 8 or any(n < 0 for n in info.shape) or info.first_row < 0:
-        raise ProtocolError(f"tensor {info.name!r} has impossible shape {info.shape[:9]}")
-    size = item * math.prod(info.shape)
-    if size > MAX_BUFFER_BYTES:
-        raise ProtocolError(
-            f"tensor {info.name!r} of {size} bytes exceeds the limit of {MAX_BUFFER_BYTES}"
-        )
-    return size

@@ -23,6 +23,7 @@ from omnistage.errors import (
 )
 from omnistage.request import FinishReason
 from omnistage.testing import FakeDecoder, Script, scripted
+from tests.parts import branches_of
 
 TEXT = "one two three four"
 
@@ -104,7 +105,7 @@ async def test_an_error_of_a_later_piece_ends_all_of_it() -> None:
             await stream.finished()
         assert failure.value.request_id == stream.request_id
         assert not running._running
-        assert not len(running._branches[0].decoder)
+        assert not len(branches_of(running)[0].decoder)
 
 
 async def test_an_abort_in_a_later_piece_frees_every_side() -> None:
@@ -117,9 +118,9 @@ async def test_an_abort_in_a_later_piece_frees_every_side() -> None:
             with pytest.raises(StreamClosed):
                 await anext(stream)
         assert not running._running
-        stage: Any = running._ar
+        stage: Any = running._routes[0].ar
         assert not len(stage)
-        assert not len(running._branches[0].decoder)
+        assert not len(branches_of(running)[0].decoder)
 
 
 async def test_a_timeout_counts_for_all_pieces_together() -> None:
@@ -270,7 +271,7 @@ async def test_a_stage_that_does_not_close_keeps_no_other_open(
     async with asyncio.timeout(10):
         async with pipeline(then=[lambda: Stops(how)]) as running:
             await running.submit(TEXT).finished()
-            stage: Any = running._ar
+            stage: Any = running._routes[0].ar
         assert stage._publisher is None
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``omnistage speak`` and ``omnistage check``.
+"""The command line: ``omnistage speak``, ``omnistage keys`` and ``omnistage check``.
 
 Exit codes: 0 done, 1 a request failed, 2 bad usage or input, 3 a stage did not start, 130 and 143
 for Ctrl-C and SIGTERM.

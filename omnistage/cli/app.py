@@ -49,12 +49,124 @@ def speak(
         Path | None,
         typer.Option(help="Draw when ids and chunks came: a png, svg or pdf file.", dir_okay=False),
     ] = None,
+    connect: Annotated[
+        list[str] | None,
+        typer.Option(help="Speak with the AR stage that listens there; may be given again."),
+    ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="Directory of keys for --connect, from `omnistage keys`."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Speak TEXT with the embedded talker, into a wav file."""
     from omnistage.cli.speak import run
 
-    raise typer.Exit(run(text, output, seed=seed, timeline=timeline, json=json))
+    raise typer.Exit(
+        run(
+            text,
+            output,
+            seed=seed,
+            timeline=timeline,
+            connect=connect or [],
+            keys=keys,
+            json=json,
+        )
+    )
+
+
+stages = typer.Typer(
+    name="stage",
+    help="Run one stage as a process; `omnistage speak --connect` and Pipeline.connect join them.",
+    no_args_is_help=True,
+)
+app.add_typer(stages)
+
+Preset = Annotated[str, typer.Option(help="Whose stage to run.")]
+Config = Annotated[
+    str | None,
+    typer.Option(help="MODULE:NAME of a stage's configuration, in place of a preset."),
+]
+Bind = Annotated[str, typer.Option(help="Where to listen: ipc, or tcp://ADDRESS:PORT.")]
+Keys = Annotated[
+    Path | None,
+    typer.Option(help="Directory of keys for tcp, from `omnistage keys`.", file_okay=False),
+]
+Metrics = Annotated[
+    str | None, typer.Option(help="ADDRESS:PORT to serve /metrics and /health at, over HTTP.")
+]
+Drain = Annotated[
+    float, typer.Option(min=0, help="Seconds that running requests have at SIGTERM or Ctrl-C.")
+]
+
+
+@stages.command("ar")
+def stage_ar(
+    preset: Preset = "talker",
+    config: Config = None,
+    model: Annotated[str | None, typer.Option(help="Another checkpoint for it.")] = None,
+    bind: Bind = "ipc",
+    keys: Keys = None,
+    metrics: Metrics = None,
+    drain: Drain = 30.0,
+    json: Json = False,
+) -> None:
+    """Run an AR stage, and print its endpoint when it takes requests."""
+    from omnistage.cli.stage import Options, run_ar
+
+    options = Options(
+        preset=preset,
+        config=config,
+        bind=bind,
+        keys=keys,
+        metrics=metrics,
+        drain=drain,
+        json=json,
+    )
+    raise typer.Exit(run_ar(options, model=model))
+
+
+@stages.command("decoder")
+def stage_decoder(
+    connect: Annotated[str, typer.Option(help="The AR stage's endpoint.")],
+    within: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for it; it may be starting.")
+    ] = 60.0,
+    preset: Preset = "talker",
+    config: Config = None,
+    bind: Bind = "ipc",
+    keys: Keys = None,
+    metrics: Metrics = None,
+    drain: Drain = 30.0,
+    json: Json = False,
+) -> None:
+    """Run a decoder stage for an AR stage; several share its requests."""
+    from omnistage.cli.stage import Options, run_decoder
+
+    options = Options(
+        preset=preset,
+        config=config,
+        bind=bind,
+        keys=keys,
+        metrics=metrics,
+        drain=drain,
+        json=json,
+    )
+    raise typer.Exit(run_decoder(options, connect=connect, within=within))
+
+
+@app.command()
+def keys(
+    directory: Annotated[
+        Path, typer.Argument(help="A new directory; with --client, one made before.")
+    ],
+    client: Annotated[str | None, typer.Option(help="Add this client's keys to it.")] = None,
+    json: Json = False,
+) -> None:
+    """Make the keys of stages that talk over tcp, in DIRECTORY."""
+    from omnistage.cli.keys import run
+
+    raise typer.Exit(run(directory, client, json=json))
 
 
 @app.command()

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import sys
 import time
-import warnings
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 
+from omnistage.cli.terminal import STARTUP, USAGE, complain, prepare
 from omnistage.cli.timeline import SUBSCRIBER, Timeline, check_drawable, draw, recording
 from omnistage.errors import (
     ClientError,
@@ -36,9 +34,6 @@ if TYPE_CHECKING:
     from omnistage.request import Pcm
 
 _T = TypeVar("_T")
-
-USAGE: Final = 2
-STARTUP: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +66,16 @@ class Spoken:
     real_time_factor: float | None
 
 
-def run(text: str, output: Path, *, seed: int | None, timeline: Path | None, json: bool) -> int:
+def run(
+    text: str,
+    output: Path,
+    *,
+    seed: int | None,
+    timeline: Path | None,
+    connect: Sequence[str],
+    keys: Path | None,
+    json: bool,
+) -> int:
     """Speak ``text`` into ``output``, and draw how it went into ``timeline``.
 
     What cannot be drawn is complained about when the speech is written and reported.
@@ -79,7 +83,7 @@ def run(text: str, output: Path, *, seed: int | None, timeline: Path | None, jso
     Returns:
         The exit code.
     """
-    _prepare()
+    prepare()
     console = Console(stderr=True)
     stopped: list[int] = []
     try:
@@ -88,14 +92,15 @@ def run(text: str, output: Path, *, seed: int | None, timeline: Path | None, jso
         _check_input(text, output)
         if timeline is not None:
             _check_picture(timeline, output)
-        work = _speak(text, output, seed, console, record=timeline is not None)
+        pipeline = _pipeline(connect, keys)
+        work = _speak(pipeline, text, output, seed, console, record=timeline is not None, keys=keys)
         spoken, times = asyncio.run(_stoppable(work, stopped))
     except (ConfigError, StartupError, UnsupportedEnvironment) as error:
-        return _complain(console, error, STARTUP)
+        return complain(console, error, STARTUP)
     except ClientError as error:
-        return _complain(console, error, USAGE)
+        return complain(console, error, USAGE)
     except (OmniStageError, OSError) as error:
-        return _complain(console, error, 1)
+        return complain(console, error, 1)
     except (asyncio.CancelledError, KeyboardInterrupt):
         number = stopped[0] if stopped else signal.SIGINT
         console.print(f"stopped by {signal.Signals(number).name}")
@@ -105,24 +110,8 @@ def run(text: str, output: Path, *, seed: int | None, timeline: Path | None, jso
         try:
             draw([times], timeline, " ".join(text.split())[:80])
         except (OSError, ValueError) as error:
-            return _complain(console, f"{timeline} could not be drawn: {error}", 1)
+            return complain(console, f"{timeline} could not be drawn: {error}", 1)
     return 0
-
-
-def _prepare() -> None:
-    """Keep vLLM's and torch's start-up messages off the terminal and their threads few.
-
-    A variable that is set already is left alone.
-    """
-    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if is_cpu_build():
-        # A model this small only loses to a second thread: measured 2 to 7 times slower on 2 cores.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # for the engine's processes
-    warnings.simplefilter("ignore", FutureWarning)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("vllm").setLevel(level)
 
 
 async def _stoppable(work: Coroutine[None, None, _T], stopped: list[int]) -> _T:
@@ -140,18 +129,23 @@ async def _stoppable(work: Coroutine[None, None, _T], stopped: list[int]) -> _T:
 
 
 async def _speak(
-    text: str, output: Path, seed: int | None, console: Console, *, record: bool
+    stages: Pipeline,
+    text: str,
+    output: Path,
+    seed: int | None,
+    console: Console,
+    *,
+    record: bool,
+    keys: Path | None,
 ) -> tuple[Spoken, Timeline]:
     began = time.monotonic()
     timeline = Timeline()
     with console.status("starting vLLM") as status:
-        # Nothing has run in this process that a fork could break, and spawning takes 14 s longer.
-        start_method = "fork" if is_cpu_build() else None
-        async with Pipeline.from_preset("talker", start_method=start_method) as pipeline:
+        async with stages as pipeline:
             started = time.monotonic()
             status.update("speaking")
             pieces: list[Pcm] = []
-            recorder = recording(pipeline, timeline) if record else nullcontext()
+            recorder = recording(pipeline, timeline, keys) if record else nullcontext()
             subscribers = [SUBSCRIBER] if record else []
             async with recorder as complete:
                 timeline.start()
@@ -168,7 +162,7 @@ async def _speak(
             pcm = np.concatenate([np.zeros(0, np.float32), *pieces])
             save_wav(output, pcm, pipeline.sample_rate)
             audio = len(pcm) / pipeline.sample_rate
-            status.update("stopping vLLM")
+            status.update("stopping")
     took = ended - started
     slack = timeline.least_slack
     return Spoken(
@@ -183,6 +177,13 @@ async def _speak(
         total_seconds=round(took, 3),
         real_time_factor=round(took / audio, 3) if audio else None,
     ), timeline
+
+
+def _pipeline(connect: Sequence[str], keys: Path | None) -> Pipeline:
+    if connect:
+        return Pipeline.connect(*connect, keys=keys)
+    # Nothing has run in this process that a fork could break, and spawning takes 14 s longer.
+    return Pipeline.from_preset("talker", start_method="fork" if is_cpu_build() else None)
 
 
 def _standard_input() -> str:
@@ -219,11 +220,6 @@ def _check_output(output: Path) -> None:
         raise ClientError(f"{output} cannot be written; choose another output")
 
 
-def _complain(console: Console, error: Exception | str, code: int) -> int:
-    console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-    return code
-
-
 def _report(console: Console, spoken: Spoken, *, json: bool) -> None:
     if json:
         sys.stdout.write(msgspec.json.encode(asdict(spoken)).decode() + "\n")
@@ -233,7 +229,7 @@ def _report(console: Console, spoken: Spoken, *, json: bool) -> None:
         f"{spoken.output}: {spoken.audio_seconds:.2f} s of audio from {spoken.output_tokens} "
         f"tokens, first audio after {spoken.first_audio_seconds * 1000:.0f} ms, "
         f"real-time factor {factor} "
-        f"(vLLM started in {spoken.start_seconds:.1f} s)",
+        f"(ready after {spoken.start_seconds:.1f} s)",
         highlight=False,
         markup=False,
         soft_wrap=True,

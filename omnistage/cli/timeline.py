@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from omnistage.request import AudioChunk
 
 FORMATS: Final = (".png", ".svg", ".pdf")
-SUBSCRIBER: Final = "timeline"
-"""What a submission names, ``subscribers=[SUBSCRIBER]``, to be recorded."""
+SUBSCRIBER: Final = f"timeline-{secrets.token_hex(4)}"
+"""What a submission names, ``subscribers=[SUBSCRIBER]``, to be recorded; this process's own."""
 
 _LAST_UPDATE_SECONDS: Final = 2.0
 
@@ -87,14 +88,14 @@ class Timeline:
 
 @asynccontextmanager
 async def recording(
-    pipeline: Pipeline, timeline: Timeline
+    pipeline: Pipeline, timeline: Timeline, keys: Path | None = None
 ) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
     """Record the steps of the one submission inside that names :data:`SUBSCRIBER`.
 
     Yields:
         What to await with the number of ids that the submission sampled, to have them all recorded.
     """
-    async with subscribe(pipeline.endpoints, subscriber=SUBSCRIBER) as updates:
+    async with subscribe(pipeline.endpoints, subscriber=SUBSCRIBER, keys=keys) as updates:
         ended = 0
         news = asyncio.Event()
 

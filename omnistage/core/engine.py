@@ -43,6 +43,7 @@ from omnistage.errors import (
 )
 from omnistage.request import FinishReason, Usage
 from omnistage.transport.endpoints import check_bind, ipc_endpoint
+from omnistage.transport.keys import load_keys
 from omnistage.transport.owner import end_with
 from omnistage.transport.publisher import PublisherConfig
 
@@ -255,7 +256,11 @@ def _wire(vllm_config: Any, config: ARStageConfig, control: str, directory: Path
     kind = "OmniARAsyncScheduler" if scheduler.async_scheduling else "OmniARScheduler"
     scheduler.scheduler_cls = f"omnistage.core.scheduler.{kind}"
     publisher = PublisherConfig(
-        bind=config.bind, directory=str(directory), control=control, owner_pid=os.getpid()
+        bind=config.bind,
+        directory=str(directory),
+        control=control,
+        owner_pid=os.getpid(),
+        keys=load_keys(config.keys),
     )
     wiring = Wiring(stage=config.name, channels={AUDIO: config.processor}, publisher=publisher)
     items: Any = vllm_config.additional_config or {}
@@ -275,7 +280,7 @@ def attach(vllm_config: Any, config: ARStageConfig) -> None:
             "the engine's configuration has a scheduler_cls, which must be omnistage's",
             stage=config.name,
         )
-    check_bind(config.bind)
+    check_bind(config.bind, load_keys(config.keys))
     directory = Path(tempfile.mkdtemp(prefix="omni-"))
     _wire(vllm_config, config, ipc_endpoint(directory), directory)
     weakref.finalize(vllm_config, _remove, directory, os.getpid())

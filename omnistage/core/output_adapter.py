@@ -17,6 +17,7 @@ from omnistage.errors import OmniStageError, ProcessorError, ProtocolError
 from omnistage.request import FinishReason, Payload, Terminal
 from omnistage.transport.publisher import Outgoing
 from omnistage.wire import (
+    MAX_ERROR,
     PROTOCOL_VERSION,
     Buffer,
     Failed,
@@ -219,7 +220,7 @@ class OutputAdapter:
             rows = _NO_TENSORS
             if tensors or (event.ids and processor.requires_token_updates):
                 step = Step(event.ids, event.position, tensors or _NO_TENSORS)
-                ids, rows = _checked(channel, processor.update(channel.state, step))
+                ids, rows = _checked(channel, processor.update(channel.state, step), event.ids)
             if ending is not None:
                 more, last = _checked(channel, processor.finish(channel.state, ending.reason))
                 if twice := rows.keys() & last.keys():
@@ -289,6 +290,7 @@ class OutputAdapter:
         unless: bytes | None = None,
     ) -> None:
         request.failed = True
+        message = message[:MAX_ERROR]
         admission = record.admission
         self._failures.append(Failed(PROTOCOL_VERSION, admission.request_id, kind, message))
         opened = {t: channel for channel in request.channels for t in channel.topics}
@@ -317,7 +319,7 @@ class OutputAdapter:
 
 
 def _checked(
-    channel: _Channel, emission: Emission | None
+    channel: _Channel, emission: Emission | None, sampled: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], Mapping[str, Payload]]:
     """The ids and tensors that a processor returned, if they can be published."""
     if emission is None:
@@ -328,6 +330,8 @@ def _checked(
         _check_tensors(emission.tensors)
     if emission.dropped:
         channel.dropped += operator.index(emission.dropped)
+    if emission.ids is sampled:
+        return sampled, emission.tensors  # passed on as vLLM gave them
     ids = tuple(map(operator.index, emission.ids))
     if len(ids) > MAX_IDS:
         raise ValueError(f"emitted {len(ids)} ids at once, at most {MAX_IDS} may be")

@@ -24,6 +24,7 @@ def admission_record(request: StageRequest, generation: int) -> bytes:
         seed=asked.seed or 0,
         voice=asked.voice,
         trace_headers=dict(asked.trace_headers or {}),
+        reply=request.reply,
     )
     record = Admission(
         PROTOCOL_VERSION,

@@ -38,6 +38,7 @@ from omnistage.stages.base import settled
 from omnistage.stages.environment import check_environment
 from omnistage.transport.control import ControlServer
 from omnistage.transport.endpoints import check_bind
+from omnistage.transport.keys import load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,8 +68,8 @@ class ARStage:
         llm: An engine that runs already, attached to this stage's configuration; it stays.
 
     Raises:
-        ConfigError: A bind address that is not allowed, or a processor or an input adapter that is
-            none.
+        ConfigError: A bind address that is not allowed, keys that cannot be used, or a processor or
+            an input adapter that is none.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ARStage:
         self._config = config
         self._endpoints = endpoints
         self._llm = llm
-        check_bind(config.bind)
+        check_bind(config.bind, load_keys(config.keys))
         if not isinstance(config.processor, ChunkProcessor):
             raise ConfigError(f"{config.processor!r} is no ChunkProcessor", stage=config.name)
         if not isinstance(config.input_adapter, InputAdapter | None):
@@ -131,7 +132,7 @@ class ARStage:
             self._watch(hello.pid)
         log.info("stage %s started: %s", self.name, self._config.model)
 
-    def split(self, asked: StageInput) -> Sequence[StageInput]:
+    async def split(self, asked: StageInput) -> Sequence[StageInput]:
         """See :meth:`AutoregressiveStage.split`: what the input adapter makes of it."""
         return (
             self._adapter.split(asked) if isinstance(self._adapter, SplittingAdapter) else [asked]
@@ -195,6 +196,10 @@ class ARStage:
     async def serve(self) -> None:
         """Nothing to do: the event loop's own callbacks watch the engine and the control socket."""
         await asyncio.Event().wait()
+
+    async def ended(self) -> None:
+        """Return when an engine process has died."""
+        await self._dead.wait()
 
     async def drain(self) -> None:
         """Refuse new requests and wait for the running ones."""

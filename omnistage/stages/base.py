@@ -139,12 +139,16 @@ class AutoregressiveStage(Stage, Protocol):
     model_name: str
     publishers: list[str]
 
+    def __len__(self) -> int:
+        """Requests that it runs."""
+        ...
+
     @property
     def closed(self) -> StageClosed | None:
         """Why the stage takes no requests; None while it does."""
         ...
 
-    def split(self, asked: StageInput) -> Sequence[StageInput]:
+    async def split(self, asked: StageInput) -> Sequence[StageInput]:
         """The requests that a submission becomes, one after the other; mostly itself alone.
 
         Raises:
@@ -164,6 +168,10 @@ class AutoregressiveStage(Stage, Protocol):
         Raises:
             StageClosed: The stage takes no requests.
         """
+        ...
+
+    async def ended(self) -> None:
+        """Return when the stage can serve nobody any more, because its engine has died."""
         ...
 
 

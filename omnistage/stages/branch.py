@@ -11,6 +11,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Final
 
+from omnistage.config import AUDIO
 from omnistage.errors import DeadlineExceeded, OmniStageError, ServerError, StartupError
 from omnistage.request import AudioChunk
 from omnistage.stages.base import AudioStage
@@ -54,8 +55,8 @@ class Branch:
 
     @property
     def consumer(self) -> tuple[str, str]:
-        """See :attr:`DecoderStage.consumer`."""
-        return self.decoder.consumer
+        """The (channel, subscriber id) that updates must be published to for it."""
+        return AUDIO, self.name
 
     @property
     def sample_rate(self) -> int:
@@ -89,8 +90,18 @@ class Branch:
         """Subscribe the decoder under its own name; see :meth:`DecoderStage.subscribe`."""
         await self.decoder.subscribe(publishers, self.name, within=within, upstream=upstream)
 
-    def open(self, request_id: str, sink: PacedSink) -> None:
+    def open(
+        self, request_id: str, sink: PacedSink, *, after: str | None = None
+    ) -> tuple[str, str]:
         """Expect a request's updates; must be called before it is submitted.
+
+        Args:
+            request_id: Internal id.
+            sink: Receives its audio.
+            after: The request that it continues, which makes no difference here.
+
+        Returns:
+            The (channel, subscriber id) that they must be published to.
 
         Raises:
             StageClosed: A stage is stopping or stopped.
@@ -113,6 +124,7 @@ class Branch:
         except BaseException:
             self._close(request_id)
             raise
+        return self.consumer
 
     def drop(self, request_id: str) -> None:
         """Forget a request in every stage: its sink is not called again. Idempotent."""

@@ -31,10 +31,9 @@ from omnistage.request import AudioChunk, Pcm, Start
 from omnistage.stages.decoding import Decoding
 from omnistage.stages.watch import Watch
 from omnistage.transport.subscriber import Subscriber
-from omnistage.wire import parse_topic
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from omnistage.config import DecoderStageConfig
     from omnistage.decoders.base import Decoder
@@ -59,6 +58,11 @@ class DecoderStage:
         config: What decodes, and in which portions.
         endpoints: This process's sockets.
         channel: The channel to subscribe.
+
+    Attributes:
+        late_updates: Updates of requests that were over, or not for this stage.
+        on_unexpected: Called with the first update of a request that nobody has opened, and may
+            open it; a decoder that is a service learns of its requests so.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class DecoderStage:
     ) -> None:
         self.name = config.name
         self.late_updates = 0
+        self.on_unexpected: Callable[[Update], None] | None = None
         self._config = config
         self._channel = channel
         self._endpoints = endpoints
@@ -87,18 +92,18 @@ class DecoderStage:
         return len(self._open)
 
     @property
-    def consumer(self) -> tuple[str, str]:
-        """The (channel, subscriber id) that updates for this stage must be published to."""
-        if self._subscriber is None:
-            raise StageClosed("the stage is not subscribed", stage=self.name)
-        return parse_topic(self._subscriber.topic)
-
-    @property
     def sample_rate(self) -> int:
         """Samples a second of the audio it makes."""
         if self._decoder is None:
             raise StageClosed("the stage is not started", stage=self.name)
         return self._decoder.sample_rate
+
+    @property
+    def codebooks(self) -> int:
+        """Ids a frame that it takes."""
+        if self._decoder is None:
+            raise StageClosed("the stage is not started", stage=self.name)
+        return self._decoder.codebooks
 
     async def start(self) -> None:
         """Build the decoder and decode a window of zeros, so that the first request is warm.
@@ -118,7 +123,7 @@ class DecoderStage:
     async def subscribe(
         self, publishers: Sequence[str], subscriber: str, *, within: float, upstream: str = "ar"
     ) -> None:
-        """Subscribe the channel at an AR stage's publishers.
+        """Subscribe the channel at an AR stage's publishers, and no longer at a former one's.
 
         Args:
             publishers: Their data endpoints.
@@ -130,6 +135,8 @@ class DecoderStage:
             StartupError: Not all publishers have confirmed in time.
         """
         self._upstream = upstream
+        if self._subscriber is not None:
+            self._subscriber.close()
         self._subscriber = Subscriber(self._endpoints, self._channel, subscriber, self)
         await self._subscriber.connect(publishers, within=within)
         log.info("stage %s subscribed %s", self.name, self._channel)
@@ -204,6 +211,9 @@ class DecoderStage:
     def on_update(self, update: Update, buffers: Sequence[Buffer], stamp: int) -> None:
         """Take one request's update from the subscriber."""
         request = self._open.get(update.request_id)
+        if request is None and update.start is not None and self.on_unexpected is not None:
+            self.on_unexpected(update)
+            request = self._open.get(update.request_id)
         if request is None or self._is_of_a_former_life(request, update):
             # Aborted, failed or another subscriber's: the AR stage learns that by its own way.
             self.late_updates += 1

@@ -24,17 +24,21 @@ from omnistage.request import FinishReason, Usage
 from omnistage.stages.admission import admission_record
 from omnistage.stages.ar_request import ARRequest
 from omnistage.transport.control import ControlServer
+from omnistage.transport.endpoints import IPC, check_bind
 from omnistage.transport.handover import HandOver
+from omnistage.transport.keys import load_keys
 from omnistage.transport.publisher import Publisher, PublisherConfig
 from omnistage.wire import decode_admission
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from omnistage.adapters.processor import ChunkProcessor
     from omnistage.errors import OmniStageError
     from omnistage.request import StageInput, StageRequest
     from omnistage.transport.endpoints import Endpoints
+    from omnistage.transport.keys import Keys
     from omnistage.wire import Failed
 
 _HELLO_SECONDS: Final = 10.0
@@ -70,6 +74,8 @@ def scripted(
     processor: ChunkProcessor | None = None,
     split: Callable[[StageInput], Sequence[StageInput]] | None = None,
     name: str = "ar",
+    bind: str = IPC,
+    keys: str | Path | None = None,
 ) -> Callable[[Endpoints], ScriptedARStage]:
     """An AR stage for ``Pipeline(ar=scripted(...), decoder=...)``.
 
@@ -79,11 +85,34 @@ def scripted(
         processor: The chunk processor; every id is passed on without one.
         split: Cuts a submission into requests that follow one another, as an input adapter may.
         name: Names the stage in errors.
+        bind: Where updates are published, as :class:`~omnistage.ARStageConfig` says.
+        keys: Directory of the keys of its tcp sockets, as there.
     """
     make = (lambda _: script) if isinstance(script, Script) else script
-    return lambda endpoints: ScriptedARStage(
-        make, endpoints, processor=processor or TokenUpdates(), split=split, name=name
-    )
+    return _Scripted(make, processor or TokenUpdates(), split, name, bind, keys)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scripted:
+    """Makes the stage, for a pipeline that makes its own sockets with ``keys``."""
+
+    script: Callable[[StageInput], Script]
+    processor: ChunkProcessor
+    split: Callable[[StageInput], Sequence[StageInput]] | None
+    name: str
+    bind: str
+    keys: str | Path | None
+
+    def __call__(self, endpoints: Endpoints) -> ScriptedARStage:
+        return ScriptedARStage(
+            self.script,
+            endpoints,
+            processor=self.processor,
+            split=self.split,
+            name=self.name,
+            bind=self.bind,
+            keys=load_keys(self.keys),
+        )
 
 
 class ScriptedARStage:
@@ -95,6 +124,11 @@ class ScriptedARStage:
         processor: The chunk processor.
         split: Cuts a submission into requests that follow one another.
         name: Names the stage in errors.
+        bind: Where updates are published.
+        keys: Those of its tcp sockets.
+
+    Raises:
+        ConfigError: A bind address that is not allowed.
     """
 
     model_name = "scripted"
@@ -107,8 +141,12 @@ class ScriptedARStage:
         processor: ChunkProcessor,
         split: Callable[[StageInput], Sequence[StageInput]] | None = None,
         name: str = "ar",
+        bind: str = IPC,
+        keys: Keys | None = None,
     ) -> None:
         self.name = name
+        self._bind = check_bind(bind, keys)
+        self._keys = keys
         self.publishers: list[str] = []
         self._script = script
         self._endpoints = endpoints
@@ -141,10 +179,11 @@ class ScriptedARStage:
         self._steps = HandOver(_STEPS)
         adapter = OutputAdapter({AUDIO: self._processor}, self._steps)
         config = PublisherConfig(
-            bind="ipc",
+            bind=self._bind,
             directory=str(self._endpoints.directory),
             control=self._control.endpoint,
             owner_pid=os.getpid(),
+            keys=self._keys,
         )
         self._publisher = Publisher(adapter, config, dp_index=0)
         try:
@@ -155,7 +194,7 @@ class ScriptedARStage:
             raise
         self.publishers = [hello.data_endpoint for hello in hellos]
 
-    def split(self, asked: StageInput) -> Sequence[StageInput]:
+    async def split(self, asked: StageInput) -> Sequence[StageInput]:
         """A submission is one request, unless it was said how to cut it."""
         return [asked] if self._split is None else self._split(asked)
 
@@ -198,6 +237,10 @@ class ScriptedARStage:
 
     async def serve(self) -> None:
         """Nothing to do: requests run in tasks of their own."""
+        await asyncio.Event().wait()
+
+    async def ended(self) -> None:
+        """Never: there is no engine that could die."""
         await asyncio.Event().wait()
 
     async def drain(self) -> None:

@@ -14,8 +14,10 @@ import zmq
 
 from omnistage.errors import ProtocolError, StartupError
 from omnistage.transport.endpoints import IPC, close_quietly, listen, set_options
+from omnistage.transport.malformed import Malformed
 from omnistage.transport.reader import SocketReader
 from omnistage.wire import (
+    MAX_HEADER_BYTES,
     PROTOCOL_VERSION,
     Failed,
     Hello,
@@ -59,11 +61,14 @@ class ControlServer:
         self._on_failed = on_failed
         self.hellos = {} if hellos is None else hellos
         self._peers = {rank: core_identity(rank) for rank in self.hellos}
+        self.malformed = Malformed("control message")
         self._releases: dict[str, tuple[set[int], asyncio.Event]] = {}
         self._changed = asyncio.Event()
         self._socket = endpoints.context.socket(zmq.ROUTER)
-        set_options(self._socket)
+        set_options(self._socket, max_bytes=MAX_HEADER_BYTES)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A core that starts again may come before the end of its former connection is noticed.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if bind is None:
             self.endpoint = listen(self._socket, IPC, endpoints.directory)
         else:
@@ -131,12 +136,14 @@ class ControlServer:
                 done.set()
 
     def _on_message(self, frames: list[bytes]) -> None:
+        if self.malformed.ignores(frames[0]):
+            return
         try:
             if len(frames) != 2:
                 raise ProtocolError(f"{len(frames) - 1} frames in a control message")
             message = decode_control(frames[1])
         except ProtocolError as error:
-            log.warning("control message dropped: %s", error)
+            self.malformed.note(frames[0], error)
             return
         if isinstance(message, Hello):
             self.hellos[message.dp_index] = message

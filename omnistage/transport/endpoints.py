@@ -1,4 +1,4 @@
-"""Where sockets live: a private directory for ipc, loopback tcp, and the options all of them get.
+"""Where sockets live: a private directory for ipc, tcp with keys, and the options all of them get.
 
 An :class:`Endpoints` owns one ZeroMQ context and one directory; closing it removes both.
 """
@@ -6,6 +6,8 @@ An :class:`Endpoints` owns one ZeroMQ context and one directory; closing it remo
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import ipaddress
 import os
 import secrets
 import shutil
@@ -16,11 +18,14 @@ from typing import TYPE_CHECKING, Final
 import zmq
 
 from omnistage.errors import ConfigError
+from omnistage.transport.curve import Curve
 from omnistage.wire import MAX_BUFFER_BYTES
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
+
+    from omnistage.transport.keys import Keys
 
 IPC: Final = "ipc"
 """Bind to a fresh path in the private directory."""
@@ -29,6 +34,7 @@ IPC: Final = "ipc"
 HIGH_WATER_MARK: Final = 1000
 LINGER_MS: Final = 1000
 
+_LOCK: Final = "lock"
 _MAX_IPC_PATH: Final = 107  # sun_path holds 108 bytes, its terminator included
 _LONGEST_NAME: Final = 37  # vLLM's own sockets are there too: a slash and a UUID
 
@@ -40,19 +46,29 @@ class Endpoints:
 
     Args:
         directory: Where to make the private directory; None for the system's temporary one.
+        keys: The CURVE keys of its tcp sockets, which are plain without.
 
     Raises:
-        ConfigError: The directory's path is too long for a socket.
+        ConfigError: The directory's path is too long for a socket, or a key cannot be used.
     """
 
-    def __init__(self, directory: Path | None = None) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="omni-", dir=directory))
+    def __init__(self, directory: Path | None = None, *, keys: Keys | None = None) -> None:
+        self.directory, self._lock = _make_directory(directory)
         if len(os.fsencode(self.directory)) + _LONGEST_NAME > _MAX_IPC_PATH:
             shutil.rmtree(self.directory, ignore_errors=True)
+            os.close(self._lock)
             raise ConfigError(
                 f"{self.directory} is too long for a socket path; set TMPDIR to a short directory"
             )
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.keys = keys
+        self.curve: Curve | None = None
+        if keys is not None:
+            try:
+                self.curve = Curve(self.context, keys)
+            except ConfigError:
+                self.close()
+                raise
 
     def __enter__(self) -> Self:
         return self
@@ -68,11 +84,40 @@ class Endpoints:
     def close(self) -> None:
         """Close every socket of the context, end it, remove the directory. Idempotent."""
         self.context.destroy(linger=0)
+        if self.curve is not None:
+            self.curve.join()
         shutil.rmtree(self.directory, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def ipc(self) -> str:
         """A fresh ipc endpoint in the private directory."""
         return ipc_endpoint(self.directory)
+
+
+def _make_directory(parent: Path | None) -> tuple[Path, int]:
+    """A private directory and the lock that says that we live, which ends with the process.
+
+    Whoever makes one removes those that a killed process has left.
+    """
+    made = Path(tempfile.mkdtemp(prefix=".omni-", dir=parent))
+    _sweep(made.parent)
+    lock = os.open(made / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # Named only now: without its lock it would look left behind.
+    return made.rename(made.with_name(made.name.removeprefix("."))), lock
+
+
+def _sweep(parent: Path) -> None:
+    for found in parent.glob("omni-*"):
+        with contextlib.suppress(OSError):  # another user's, or another process is faster
+            lock = os.open(found / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(found, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def ipc_endpoint(directory: Path) -> str:
@@ -80,44 +125,138 @@ def ipc_endpoint(directory: Path) -> str:
     return f"ipc://{directory}/{secrets.token_hex(5)}"
 
 
-def check_bind(bind: str) -> str:
+def check_bind(bind: str, keys: Keys | None = None) -> str:
     """Return ``bind`` if a stage may listen there.
 
+    Args:
+        bind: ``ipc``, or ``tcp://ADDRESS:PORT``.
+        keys: The keys that it would listen with.
+
     Raises:
-        ConfigError: It is neither ``ipc`` nor a tcp address on the loopback interface.
+        ConfigError: It is neither, its address is not the loopback interface's and there are no
+            keys, or it is no single address: peers are told where to connect.
     """
     host, _, port = bind.removeprefix("tcp://").rpartition(":")
-    if bind == IPC or (
-        bind.startswith("tcp://") and host in {"127.0.0.1", "localhost", "[::1]"} and port.isdigit()
-    ):
+    is_port = port.isascii() and port.isdecimal() and int(port) < 2**16
+    if bind != IPC and not (bind.startswith("tcp://") and is_port):
+        raise ConfigError(
+            f"cannot bind to {bind!r}: use 'ipc', or 'tcp://ADDRESS:PORT'; port 0 picks a free one"
+        )
+    if bind == IPC:
         return bind
-    raise ConfigError(
-        f"cannot bind to {bind!r}: use 'ipc', or 'tcp://127.0.0.1:PORT'; port 0 picks a free one"
-    )
+    address = _address(host)
+    if address is None or address.is_unspecified or address.is_multicast:
+        raise ConfigError(
+            f"cannot bind to {bind!r}: peers are told where to connect, so give one address of "
+            "this host, in digits"
+        )
+    if keys is None and not address.is_loopback:
+        raise ConfigError(
+            f"cannot bind to {bind!r} without keys, others can reach it: make some with "
+            "`omnistage keys DIR` and give that directory as keys"
+        )
+    if keys is not None and not keys.can_listen:
+        raise ConfigError(
+            f"cannot bind to {bind!r}: {keys.directory} has no server.key_secret; it is where "
+            "`omnistage keys` was run"
+        )
+    return bind
 
 
-def listen(socket: zmq.Socket[bytes], bind: str, directory: Path) -> str:
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """A host as ZeroMQ binds it: an IPv6 address in brackets, or the one name that is known."""
+    try:
+        if host.startswith("[") and host.endswith("]"):
+            return ipaddress.IPv6Address(host[1:-1])
+        return ipaddress.IPv4Address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        return None
+
+
+def check_endpoint(endpoint: object) -> str:
+    """Return ``endpoint`` if it can be connected to.
+
+    Raises:
+        ConfigError: It is neither ``ipc://PATH`` nor ``tcp://HOST:PORT``.
+    """
+    if isinstance(endpoint, str):
+        _, _, rest = endpoint.partition("://")
+        host, _, port = rest.rpartition(":")
+        if endpoint.startswith("ipc://") and rest:
+            return endpoint
+        if endpoint.startswith("tcp://") and host and port.isdigit() and 0 < int(port) < 65536:
+            return endpoint
+    raise ConfigError(f"an endpoint is ipc://PATH or tcp://HOST:PORT, got {endpoint!r}")
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether a peer at ``endpoint`` is on this host, and so has the same monotonic clock."""
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    return endpoint.startswith("ipc://") or host in {"127.0.0.1", "localhost", "[::1]"}
+
+
+def beside(bind: str) -> str:
+    """Where a second socket binds beside one at ``bind``: a free port of the same host."""
+    return bind if bind == IPC else f"{bind.rpartition(':')[0]}:0"
+
+
+def listen(
+    socket: zmq.Socket[bytes], bind: str, directory: Path, curve: Curve | None = None
+) -> str:
     """Bind ``socket`` and return the endpoint that peers connect to.
 
     Args:
         socket: A socket that is not bound yet.
         bind: ``ipc``, or ``tcp://host:port``; port 0 is chosen by the system as it binds.
         directory: Where an ipc path is made.
+        curve: Admits known clients only, where it is tcp.
     """
     if bind == IPC:
         socket.bind(ipc_endpoint(directory))
     else:
+        if curve is not None:
+            curve.listen(socket)
         host, _, port = bind.rpartition(":")
+        _allow_ipv6(socket, host)
         socket.bind(f"{host}:*" if port == "0" else bind)
     return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
-def set_options(socket: zmq.Socket[bytes], *, linger_ms: int = LINGER_MS) -> None:
-    """Give ``socket`` the bounds that every socket of ours has, before it binds or connects."""
+def connect(socket: zmq.Socket[bytes], endpoint: str, curve: Curve | None = None) -> None:
+    """Connect ``socket`` to what :func:`listen` returned, here or elsewhere.
+
+    Raises:
+        ConfigError: There are keys, but no client's.
+        ZMQError: It is no endpoint.
+    """
+    if endpoint.startswith("tcp://"):
+        if curve is not None:
+            curve.connect(socket)
+        _allow_ipv6(socket, endpoint)
+    elif curve is not None:
+        socket.setsockopt(zmq.CURVE_SERVER, 0)  # libzmq's way to plain again, after one of tcp
+    socket.connect(endpoint)
+
+
+def _allow_ipv6(socket: zmq.Socket[bytes], host: str) -> None:
+    # Only there: an IPv4 address would be bound, and named to peers, as one of IPv6.
+    socket.setsockopt(zmq.IPV6, int("[" in host))
+
+
+def set_options(
+    socket: zmq.Socket[bytes], *, linger_ms: int = LINGER_MS, max_bytes: int = MAX_BUFFER_BYTES
+) -> None:
+    """Give ``socket`` the bounds that every socket of ours has, before it binds or connects.
+
+    Args:
+        socket: The socket.
+        linger_ms: What it may send after it is closed.
+        max_bytes: Of a frame; ZeroMQ disconnects whoever announces more, before it allocates.
+    """
     socket.setsockopt(zmq.LINGER, linger_ms)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_BUFFER_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
 
 
 def close_quietly(socket: zmq.Socket[bytes]) -> None:

@@ -1,7 +1,8 @@
 """The publisher: one thread that owns an engine core's sockets and sends what is handed over.
 
-It numbers the messages of each topic, answers subscriptions and reports failed requests over the
-control socket. It knows no request and no scheduler.
+It numbers the messages of each topic, keeps them until they are acknowledged, answers
+subscriptions and reports failed requests over the control socket. It knows no request and no
+scheduler.
 """
 
 from __future__ import annotations
@@ -27,11 +28,23 @@ from omnistage.errors import (
     UpdatesLost,
 )
 from omnistage.transport.control import core_identity
-from omnistage.transport.endpoints import LINGER_MS, close_quietly, listen, set_options
+from omnistage.transport.curve import Curve
+from omnistage.transport.delivery import MAX_RECEIVED, Delivery
+from omnistage.transport.endpoints import (
+    LINGER_MS,
+    beside,
+    close_quietly,
+    listen,
+    set_options,
+)
+from omnistage.transport.keys import Keys
+from omnistage.transport.malformed import MAX_MALFORMED
 from omnistage.transport.owner import end_with
+from omnistage.transport.retained import Ledger
 from omnistage.wire import (
     MAX_BUFFERS,
     MAX_HEADER_BYTES,
+    MAX_SUBSCRIPTION_BYTES,
     PROTOCOL_VERSION,
     Data,
     Failed,
@@ -53,6 +66,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_TOPICS: Final = 65_536
+_FLUSH_SECONDS: Final = 0.5
+"""For the last acknowledgements when it closes; vLLM waits a second in all."""
 
 
 class Outgoing(NamedTuple):
@@ -92,20 +107,22 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where a publisher binds and whom it reports to.
 
     Args:
-        bind: ``ipc`` or ``tcp://127.0.0.1:PORT``.
+        bind: ``ipc`` or ``tcp://ADDRESS:PORT``.
         directory: Private directory for ipc paths.
         control: The AR stage's control endpoint.
         owner_pid: Process that started the engine; the engine ends when that is gone.
+        keys: Where the keys of its tcp sockets are.
     """
 
     bind: str
     directory: str
     control: str
     owner_pid: int
+    keys: Keys | None = None
 
 
 class Publisher:
-    """A daemon thread around an XPUB and a DEALER socket, both made and used only there.
+    """A daemon thread around an XPUB, a ROUTER and a DEALER socket, made and used only there.
 
     Args:
         source: What to publish.
@@ -115,15 +132,23 @@ class Publisher:
 
     def __init__(self, source: Source, config: PublisherConfig, *, dp_index: int = 0) -> None:
         self.epoch = secrets.randbits(62)
+        self.malformed = 0
         self._source = source
         self._config = config
         self._dp_index = dp_index
-        self._next: dict[bytes, int] = {}  # subscribed topic -> sequence of its next message
+        self._ledger = Ledger(source.undelivered, max_topics=MAX_TOPICS)
+        self._delivery_endpoint = ""
+        self._curve: Curve | None = None
         self._stopping = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._bound = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="omnistage-publisher", daemon=True)
+
+    @property
+    def refused(self) -> int:
+        """Connections that were not admitted so far, for want of a key that is known."""
+        return 0 if self._curve is None else self._curve.refused
 
     def start(self) -> None:
         """Start the thread and return when it is bound; then it says hello on the control socket.
@@ -175,11 +200,20 @@ class Publisher:
 
     def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         data, control = context.socket(zmq.XPUB), context.socket(zmq.DEALER)
-        set_options(data)
-        set_options(control)
+        router = context.socket(zmq.ROUTER)
+        set_options(data, max_bytes=MAX_SUBSCRIPTION_BYTES)
+        for socket in (control, router):
+            set_options(socket, max_bytes=MAX_HEADER_BYTES)
         data.setsockopt(zmq.XPUB_VERBOSE, 1)
         data.setsockopt(zmq.XPUB_NODROP, 1)
-        endpoint = listen(data, self._config.bind, Path(self._config.directory))
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer whose connection was cut comes again
+        directory = Path(self._config.directory)
+        curve = None if self._config.keys is None else Curve(context, self._config.keys)
+        self._curve = curve
+        endpoint = listen(data, self._config.bind, directory, curve)
+        self._delivery_endpoint = listen(router, beside(self._config.bind), directory, curve)
+        delivery = Delivery(router, self._ledger, epoch=self.epoch, dp_index=self._dp_index)
         self._bound.set()
         control.setsockopt(zmq.ROUTING_ID, core_identity(self._dp_index))
         control.connect(self._config.control)
@@ -187,19 +221,25 @@ class Publisher:
             encode(Hello(PROTOCOL_VERSION, self.epoch, self._dp_index, os.getpid(), endpoint))
         )
         poller = zmq.Poller()
-        for waitable in (self._wake, self._source.fileno(), data, control):
+        for waitable in (self._wake, self._source.fileno(), data, control, router):
             poller.register(waitable, zmq.POLLIN)
         while not self._stopping:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(delivery.wait_ms()))
             # Subscriptions first: a request is admitted only after its subscription was answered.
-            self._answer_subscriptions(data)
-            self._publish(data, control)
+            # Then acknowledgements, which give credit.
+            if data in ready:
+                self._answer_subscriptions(data)
+            if router in ready:
+                delivery.receive()
+            delivery.beat()
+            self._publish(data, control, delivery)
             # Releases last: what the scheduler handed over before them has left by now.
             if control in ready:
                 self._answer_releases(control)
-        self._publish(data, control)
-        close_quietly(data)
-        close_quietly(control)
+        self._publish(data, control, delivery)
+        delivery.flush(_FLUSH_SECONDS)
+        for socket in (data, control, router):
+            close_quietly(socket)
 
     def _answer_releases(self, control: zmq.Socket[bytes]) -> None:
         while True:
@@ -216,71 +256,98 @@ class Publisher:
                 with contextlib.suppress(zmq.Again):  # 1000 unread: the AR stage is gone
                     control.send(encode(answer), zmq.NOBLOCK)
 
-    def _publish(self, data: zmq.Socket[bytes], control: zmq.Socket[bytes]) -> None:
+    def _publish(
+        self, data: zmq.Socket[bytes], control: zmq.Socket[bytes], delivery: Delivery
+    ) -> None:
         for message in self._source.messages():
-            self._send(data, message)
+            self._send(data, delivery, message)
         for failure in self._source.failures():
             try:
                 control.send(encode(failure), zmq.NOBLOCK)
             except zmq.Again:
                 log.error("control socket is full; failure of %s not reported", failure.request_id)
 
-    def _send(self, data: zmq.Socket[bytes], message: Outgoing) -> None:
-        sequence = self._next.get(message.topic)
-        if sequence is None:
+    def _send(self, data: zmq.Socket[bytes], delivery: Delivery, message: Outgoing) -> None:
+        topic = message.topic
+        # It may be sent again later, when its maker has used the memory for something else.
+        buffers = [b if isinstance(b, bytes) else bytes(b) for b in message.buffers]
+        retained = self._ledger.topics.get(topic)
+        if retained is None:
             self._source.undelivered(
-                message.topic,
+                topic,
                 UpdatesLost(
                     "nobody is subscribed as {1!r} on channel {0!r}; a subscription must stand "
-                    "before the request is submitted".format(*parse_topic(message.topic))
+                    "before the request is submitted".format(*parse_topic(topic))
                 ),
             )
             return
-        # Counted even if the send fails, so that a subscriber that recovers sees the gap.
-        self._next[message.topic] = sequence + 1
         header = encode(
             Data(
                 PROTOCOL_VERSION,
                 self.epoch,
                 self._dp_index,
-                sequence,
+                retained.next_sequence,
                 message.stamp,
                 message.updates,
             )
         )
-        if len(header) > MAX_HEADER_BYTES or len(message.buffers) > MAX_BUFFERS:
+        if len(header) > MAX_HEADER_BYTES or len(buffers) > MAX_BUFFERS:
+            retained.give_up(stalled=False)
             self._source.undelivered(
-                message.topic, ProcessorError("a step's updates are too large for one message")
+                topic, ProcessorError("a step's updates are too large for one message")
             )
             return
+        size = len(header) + sum(map(len, buffers))
+        if not retained.admits(size):
+            delivery.receive()  # a burst of messages: the credit may be there, unread
         try:
-            data.send_multipart([message.topic, header, *message.buffers], zmq.NOBLOCK)
+            if not retained.admits(size):
+                raise zmq.Again
+            data.send_multipart([topic, header, *buffers], zmq.NOBLOCK)
         except zmq.Again:
+            # Given up, not left out, so that a subscriber that recovers knows what it lacks.
+            retained.give_up(stalled=True)
             self._source.undelivered(
-                message.topic,
+                topic,
                 SubscriberStalled("the request's subscriber does not read; its queue is full"),
             )
+        else:
+            retained.append((header, *buffers), size)
 
     def _answer_subscriptions(self, data: zmq.Socket[bytes]) -> None:
-        while True:
+        for _ in range(MAX_RECEIVED):
             try:
-                frame = data.recv(zmq.NOBLOCK)
+                frames = data.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            kind, topic = frame[:1], frame[1:]
+            kind, topic = frames[0][:1], frames[0][1:]
             try:
+                if len(frames) != 1:  # an XSUB's own message: ZeroMQ knows of no subscription
+                    raise ProtocolError(f"a subscription of {len(frames)} frames")
                 parse_topic(topic)
             except ProtocolError as error:
-                log.warning("subscription ignored: %s", error)
+                self._note_malformed(error)
                 continue
             if kind == b"\x00":
-                self._next.pop(topic, None)
-            elif kind == b"\x01" and (topic in self._next or len(self._next) < MAX_TOPICS):
+                self._ledger.unsubscribe(topic)
+            elif kind == b"\x01":
                 self._confirm(data, topic)
 
+    def _note_malformed(self, error: ProtocolError) -> None:
+        """Count what is no subscription. Who sent it is not known, so that nobody is cut off."""
+        self.malformed += 1
+        if self.malformed <= MAX_MALFORMED:
+            log.warning("subscription ignored: %s", error)
+        if self.malformed == MAX_MALFORMED:
+            log.error("%d malformed subscriptions; more are not logged", self.malformed)
+
     def _confirm(self, data: zmq.Socket[bytes], topic: bytes) -> None:
-        sequence = self._next.setdefault(topic, 0)
-        record = Subscribed(PROTOCOL_VERSION, self.epoch, self._dp_index, sequence)
+        sequence = self._ledger.subscribe(topic)
+        if sequence is None:
+            return
+        record = Subscribed(
+            PROTOCOL_VERSION, self.epoch, self._dp_index, sequence, self._delivery_endpoint
+        )
         try:
             data.send_multipart([topic, encode(record)], zmq.NOBLOCK)
         except zmq.Again:

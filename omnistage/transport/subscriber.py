@@ -1,30 +1,34 @@
 """The subscriber: one topic's updates, from every publisher that serves it, on the event loop.
 
-It confirms its subscription, checks the sequence and tells its handler about every gap; what an
-update means is the handler's business.
+It confirms its subscription, hands updates on in order and tells its handler what was lost for
+good; what an update means is the handler's business.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import anyio
-import zmq
 
-from omnistage.errors import ConfigError, ProtocolError, StartupError, UpdatesLost
-from omnistage.transport.endpoints import close_quietly, set_options
-from omnistage.transport.reader import SocketReader
-from omnistage.wire import Data, Subscribed, Update, decode_data, sequence_of, topic
+from omnistage.errors import ConfigError, StartupError
+from omnistage.metrics import DeliveryCounts, Depths, delivery_metrics
+from omnistage.transport.feed import Feed
+from omnistage.wire import topic
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from omnistage.errors import UpdatesLost
     from omnistage.transport.endpoints import Endpoints
-    from omnistage.wire import Buffer
+    from omnistage.wire import Buffer, Data, Update
 
 log = logging.getLogger(__name__)
+
+_ASK_SECONDS: Final = 0.25
+"""Until a subscription that is not confirmed is sent again; doubles each time."""
+_SLOWEST_ASK_SECONDS: Final = 2.0
 
 
 class UpdateHandler(Protocol):
@@ -45,36 +49,47 @@ class UpdateHandler(Protocol):
         ...
 
 
+def _nothing_unread() -> int:
+    return 0
+
+
 class Subscriber:
     """Subscribes one topic at one or more publishers.
 
-    Updates of one publisher arrive in order, each once; a gap is reported before the update behind
-    it. Frames that are no message of this protocol are counted and dropped; the gap they leave is
-    noticed.
+    Updates of one publisher arrive in order, each once: what was lost on its way is asked for
+    again, and only what the publisher has not any more is reported as lost, before the update
+    behind it. Frames that are no message of this protocol are counted and dropped, and what they
+    were is asked for again; a publisher that sends many of them is cut off.
 
     Args:
         endpoints: Whose context to use.
         channel: The channel to subscribe.
         subscriber: This subscriber's id; the topic is its own.
         handler: Receives the updates.
+        unread: How many updates wait at the handler, for the metrics.
 
     Raises:
         ConfigError: A channel or subscriber id that cannot stand in a topic.
     """
 
     def __init__(
-        self, endpoints: Endpoints, channel: str, subscriber: str, handler: UpdateHandler
+        self,
+        endpoints: Endpoints,
+        channel: str,
+        subscriber: str,
+        handler: UpdateHandler,
+        *,
+        unread: Callable[[], int] = _nothing_unread,
     ) -> None:
         self.topic = topic(channel, subscriber)
-        self.malformed = 0
+        self.counts = DeliveryCounts(channel, subscriber, self._depths)
+        self._unread = unread
         self._handler = handler
-        self._expected: dict[int, tuple[int, int]] = {}  # dp index -> (epoch, next sequence)
-        self._publishers = 0
-        self._confirmed = asyncio.Event()
-        self._socket = endpoints.context.socket(zmq.SUB)
-        set_options(self._socket, linger_ms=0)
-        self._socket.setsockopt(zmq.SUBSCRIBE, self.topic)
-        self._reader = SocketReader(self._socket, self._on_message)
+        self._endpoints = endpoints
+        self._feeds: list[Feed] = []
+        self._held = False
+        self._changed = asyncio.Event()
+        delivery_metrics().add(self.counts)
 
     async def connect(self, publishers: Sequence[str], *, within: float) -> None:
         """Connect to the publishers and wait until each has confirmed the subscription.
@@ -84,87 +99,91 @@ class Subscriber:
             within: Seconds to wait.
 
         Raises:
-            ConfigError: An endpoint that cannot be one.
+            ConfigError: An endpoint that cannot be one, or is there twice.
             StartupError: Not all have confirmed in time.
         """
-        self._publishers += len(publishers)
-        for endpoint in publishers:
-            try:
-                self._socket.connect(endpoint)
-            except zmq.ZMQError as error:
-                raise ConfigError(f"cannot connect to {endpoint!r}: {error}") from error
-        self._reader.touch()
-        with anyio.move_on_after(within) as scope:
-            await self._confirmed.wait()
-        if scope.cancelled_caught:
-            raise StartupError(
-                f"{len(self._expected)} of {self._publishers} publishers confirmed the "
-                f"subscription of {self.topic!r} within {within:g} s; is the AR stage running at "
-                f"{list(publishers)}?"
+        if len(set(publishers)) < len(publishers):
+            raise ConfigError(f"an endpoint is named twice: {list(publishers)}")
+        for publisher in publishers:
+            feed = Feed(
+                self._endpoints,
+                self.topic,
+                publisher,
+                self._feeds,
+                self.counts,
+                on_data=self._on_data,
+                on_lost=self._on_lost,
+                on_up=self._changed.set,
             )
+            self._feeds.append(feed)
+        try:
+            with anyio.move_on_after(within) as scope:
+                await self._wait_until_confirmed()
+            if scope.cancelled_caught:
+                refusals = [why for feed in self._feeds if (why := feed.refusal())]
+                raise StartupError(
+                    f"{sum(feed.up for feed in self._feeds)} of {len(self._feeds)} publishers "
+                    f"confirmed the subscription of {self.topic!r} within {within:g} s; "
+                    + (refusals or [f"is the AR stage running at {list(publishers)}?"])[0]
+                )
+        finally:
+            for feed in self._feeds:
+                feed.settle()
 
     def pause(self) -> None:
-        """Leave messages in the socket, whose queue is bounded. Idempotent."""
-        self._reader.pause()
+        """Leave messages in the sockets, whose queues are bounded. Idempotent."""
+        self._hold(True)
 
     def resume(self) -> None:
         """Read again. Idempotent."""
-        self._reader.resume()
+        self._hold(False)
 
     def close(self) -> None:
         """Stop reading and unsubscribe. Idempotent."""
-        self._reader.close()
-        close_quietly(self._socket)
+        for feed in self._feeds:
+            feed.close()
+        self.abandon()
 
-    def _on_message(self, frames: list[bytes]) -> None:
+    def abandon(self) -> None:
+        """Take it out of the metrics, in any thread; all that is left to do without its loop."""
+        delivery_metrics().remove(self.counts)
+
+    async def _wait_until_confirmed(self) -> None:
+        """Ask again from time to time: the confirmation, or what follows it, may be lost."""
+        pause = _ASK_SECONDS
+        while missing := [feed for feed in self._feeds if not feed.up]:
+            self._changed.clear()
+            with anyio.move_on_after(pause) as scope:
+                await self._changed.wait()
+            if scope.cancelled_caught:
+                for feed in missing:
+                    feed.ask()
+                pause = min(2 * pause, _SLOWEST_ASK_SECONDS)
+
+    def _hold(self, held: bool) -> None:
+        if held != self._held:
+            self._held = held
+            for feed in self._feeds:
+                feed.hold(held)
+
+    def _depths(self) -> Depths:
+        feeds = self._feeds
+        return Depths(
+            unread=self._unread(),
+            reordering=sum(feed.reassembly.waiting for feed in feeds),
+            credit=min((feed.credit for feed in feeds), default=0),
+        )
+
+    def _on_lost(self, error: UpdatesLost) -> None:
+        self.counts.lost += 1
         try:
-            # The context's prefix match lets nothing else through; a hostile publisher might.
-            if len(frames) < 2 or frames[0] != self.topic:
-                raise ProtocolError(f"{len(frames)} frames on topic {frames[0][:80]!r}")
-            message = decode_data(frames[1], frames[2:])
-        except ProtocolError as error:
-            self.malformed += 1
-            log.warning("message dropped: %s (%d so far)", error, self.malformed)
-            if len(frames) > 1 and frames[0] == self.topic:
-                self._on_unreadable(frames[1], error)
-            return
-        if isinstance(message, Subscribed):
-            self._on_subscribed(message)
-        else:
-            self._on_data(message, frames[2:])
-
-    def _on_subscribed(self, message: Subscribed) -> None:
-        before = self._expected.get(message.dp_index)
-        now = (message.epoch, message.next_sequence)
-        self._expected[message.dp_index] = now
-        if len(self._expected) >= self._publishers:
-            self._confirmed.set()
-        if before is not None and before != now:
-            what = "restarted" if before[0] != message.epoch else "was reconnected after a loss"
-            self._handler.on_lost(UpdatesLost(f"publisher {message.dp_index} {what}"))
+            self._handler.on_lost(error)
+        except Exception:
+            log.exception("a loss of %r was not taken: its handler raised", self.topic)
 
     def _on_data(self, message: Data, buffers: Sequence[Buffer]) -> None:
-        expected = self._expected.get(message.dp_index)
-        if expected is None or expected[0] != message.epoch:
-            # Sent before our subscription was confirmed, or by a publisher that is gone.
-            return
-        if message.sequence < expected[1]:
-            return
-        self._expected[message.dp_index] = (message.epoch, message.sequence + 1)
-        if message.sequence > expected[1]:
-            missing = message.sequence - expected[1]
-            self._handler.on_lost(UpdatesLost(f"{missing} messages of {self.topic!r} were lost"))
         for update in message.updates:
             try:
                 self._handler.on_update(update, buffers, message.stamp)
             except Exception:
                 log.exception("update of %s lost: its handler raised", update.request_id)
-
-    def _on_unreadable(self, header: bytes, error: ProtocolError) -> None:
-        """Charge a loss to those who are open now, not to who is when the gap shows."""
-        known = sequence_of(header)
-        if known is not None:
-            epoch, dp_index, sequence = known
-            if self._expected.get(dp_index, (None, 0))[0] == epoch:
-                self._expected[dp_index] = (epoch, sequence + 1)
-        self._handler.on_lost(UpdatesLost(f"a message could not be read: {error.message}"))

@@ -112,7 +112,7 @@ def test_without_json_there_is_one_sentence_on_standard_error(runs: tuple[Spoken
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("out.wav: ")
-    for words in ("s of audio", "tokens", "first audio after", "real-time factor", "started in"):
+    for words in ("s of audio", "tokens", "first audio after", "real-time factor", "ready after"):
         assert words in done.stderr
 
 

@@ -57,7 +57,8 @@ async def test_every_step_and_chunk_of_a_request_is_recorded() -> None:
 async def test_a_text_of_several_requests_is_recorded_to_its_end() -> None:
     timeline = Timeline()
     pieces = 3 * [StageInput(prompt="Hello.")]
-    script = Script(ids=range(5000), ids_per_step=2)
+    # Paced: a loop that samples and reads would outrun the credit of its own reading.
+    script = Script(ids=range(5000), ids_per_step=2, step_after=0.0001)
     # More updates than a subscription keeps: one that nobody reads would hold the decoder up too.
     ar = scripted(script, split=lambda _: pieces)
     async with (

@@ -38,6 +38,7 @@ from omnistage.core.wiring import WiredConfig, Wiring
 from omnistage.transport.publisher import PublisherConfig
 from omnistage.wire import (
     PROTOCOL_VERSION,
+    Ack,
     Admission,
     Data,
     Hello,
@@ -72,6 +73,7 @@ class Listener:
         self._control = context.socket(zmq.ROUTER)
         self._data = context.socket(zmq.SUB)
         self._data.setsockopt(zmq.RCVHWM, 0)
+        self._acks = context.socket(zmq.DEALER)
         for socket in (self._control, self._data):
             socket.setsockopt(zmq.RCVTIMEO, PATIENCE_SECONDS * 1000)
         self.control = f"ipc://{directory}/{id(self):x}"
@@ -88,7 +90,10 @@ class Listener:
         assert isinstance(hello, Hello)
         self._data.subscribe(topic(CHANNEL, SUBSCRIBER))
         self._data.connect(hello.data_endpoint)
-        assert isinstance(decode_data(self._data.recv_multipart()[1]), Subscribed)
+        confirmed = decode_data(self._data.recv_multipart()[1])
+        assert isinstance(confirmed, Subscribed)
+        self._acks.connect(confirmed.delivery)
+        self._acknowledge(confirmed.epoch, confirmed.next_sequence)
         self._thread.start()
 
     def keep_up(self, sent: int) -> None:
@@ -103,8 +108,8 @@ class Listener:
         while self._control.poll(0):
             reports.append(str(decode_control(self._control.recv_multipart()[-1])))
         self._monitor.close()
-        self._data.close()
-        self._control.close(linger=0)
+        for socket in (self._data, self._control, self._acks):
+            socket.close(linger=0)
         return reports
 
     def _listen(self) -> None:
@@ -123,9 +128,14 @@ class Listener:
                         self.updates.setdefault(update.request_id, []).append(update)
                         self._ids += len(update.ids)
                     self._progress.notify_all()
+                self._acknowledge(message.epoch, message.sequence + 1)
             if gone:
                 recv_monitor_message(self._monitor)
                 return
+
+    def _acknowledge(self, epoch: int, position: int) -> None:
+        positions = ((topic(CHANNEL, SUBSCRIBER), position),)
+        self._acks.send(encode(Ack(PROTOCOL_VERSION, epoch, positions)))
 
 
 def attach_metadata(request: Request, wire_id: str) -> None:

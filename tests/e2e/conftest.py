@@ -18,6 +18,7 @@ from omnistage.pipeline import Pipeline
 from omnistage.request import AudioChunk, Codes, FinishReason, Pcm, Start
 from omnistage.stages.ar import ARStage
 from omnistage.stream import Stream
+from tests.parts import branches_of
 
 CHECKPOINT = Path(omnistage.__file__).parent / "models" / "talker" / "checkpoint"
 VOCABULARY = 1344
@@ -162,8 +163,8 @@ async def read(stream: Stream) -> tuple[list[int], Any]:
 
 def ar_of(pipeline: Pipeline) -> ARStage:
     """The pipeline's AR stage, for a look inside."""
-    assert isinstance(pipeline._ar, ARStage)
-    return pipeline._ar
+    assert isinstance(pipeline._routes[0].ar, ARStage)
+    return pipeline._routes[0].ar
 
 
 async def generate(pipeline: Pipeline, prompt: Sequence[int], **sampling: Any) -> Any:
@@ -183,7 +184,7 @@ async def generate(pipeline: Pipeline, prompt: Sequence[int], **sampling: Any) -
 
 async def wait_until_idle(pipeline: Pipeline, within: float = 10) -> None:
     """Return when no stage holds a request and every KV block of vLLM's is free."""
-    ar, decoders = ar_of(pipeline), [branch.decoder for branch in pipeline._branches]
+    ar, decoders = ar_of(pipeline), [branch.decoder for branch in branches_of(pipeline)]
     assert ar._engine is not None
     async with asyncio.timeout(within):
         while len(ar) or any(map(len, decoders)) or pipeline._running:

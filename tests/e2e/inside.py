@@ -19,6 +19,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 
 from omnistage.pipeline import Pipeline
 from tests.e2e.conftest import PROMPT, ar_of
+from tests.parts import branches_of
 
 PREPROCESSING_FAILS = "preprocessing-fails"
 ADDED_IN_SHUTDOWN = "added-in-shutdown"
@@ -39,7 +40,7 @@ def _report(self: Any) -> dict[str, int]:
         "steps waiting": len(collector.steps),
         "open": len(adapter),
         "failures": len(adapter._failures) + len(adapter._ended),
-        "topics": len(publisher._next),
+        "topics": len(publisher._ledger.topics),
         "blocks": pool.num_gpu_blocks - pool.get_num_free_blocks(),
         "threads": threading.active_count(),
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -117,7 +118,7 @@ def held_here(pipeline: Pipeline) -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "sockets": len(psutil.Process().net_connections("all")),
     }
-    for branch in pipeline._branches:
+    for branch in branches_of(pipeline):
         decoder = branch.decoder
         counts[branch.name] = len(decoder) + len(decoder._due)
     return counts
@@ -130,7 +131,7 @@ class Published:
         self.starts: dict[str, int] = {}
         self.terminals: dict[str, list[str]] = {}
         self.ids = 0
-        self._decoders = [branch.decoder for branch in pipeline._branches]
+        self._decoders = [branch.decoder for branch in branches_of(pipeline)]
 
     def __enter__(self) -> Published:
         for decoder in self._decoders:

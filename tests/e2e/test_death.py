@@ -15,6 +15,7 @@ from omnistage.errors import EngineDead, OmniStageError, StageClosed
 from omnistage.pipeline import Pipeline
 from omnistage.stream import Stream
 from tests.e2e.conftest import PROMPT, ar_of, make_pipeline, read
+from tests.parts import branches_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
@@ -93,7 +94,7 @@ async def test_a_decoder_thread_that_dies_reaches_every_open_stream() -> None:
             for _ in range(8)
         ]
         await asyncio.sleep(0.1)
-        (branch,) = pipeline._branches
+        (branch,) = branches_of(pipeline)
 
         def dies(work: Any) -> Any:
             raise MemoryError("no memory in the decoder's thread")

@@ -24,6 +24,7 @@ from omnistage.stages import decoder as decoder_module
 from omnistage.stream import Stream
 from tests.e2e.conftest import EOS, HOP, PROMPT, generate, ids_of, read, wait_until_idle
 from tests.e2e.inside import llm_of, nothing_left
+from tests.parts import branches_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
@@ -259,7 +260,7 @@ async def test_a_first_id_that_ends_the_request_gives_empty_audio_and_the_reason
 async def test_updates_that_stop_coming_fail_their_request_and_no_other(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
-    (branch,) = pipeline._branches
+    (branch,) = branches_of(pipeline)
     decoder: Any = branch.decoder
     impatient = replace(decoder._config, deadlines=Deadlines(between_chunks=0.5))
     silent, on_update = pipeline.submit(PROMPT, sampling=ENDLESS), decoder.on_update

@@ -29,6 +29,7 @@ from tests.e2e.conftest import (
     read,
     wait_until_idle,
 )
+from tests.parts import branches_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
@@ -113,7 +114,7 @@ async def test_abort_returns_when_every_stage_has_let_go(pipeline: Pipeline, chu
     await asyncio.gather(*(stream.abort() for stream in streams for _ in range(2)))
     assert not pipeline._running
     assert not len(ar_of(pipeline))
-    assert not any(len(branch.decoder) for branch in pipeline._branches)
+    assert not any(len(branch.decoder) for branch in branches_of(pipeline))
     # At once, without waiting: no request holds a block any more.
     assert await ar_of(pipeline)._engine._llm.reset_prefix_cache()  # type: ignore[union-attr]
 

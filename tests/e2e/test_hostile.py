@@ -18,6 +18,7 @@ from omnistage.request import Start
 from omnistage.wire import PROTOCOL_VERSION, Admission, encode
 from tests.e2e.conftest import PROMPT, generate, read
 from tests.e2e.inside import Published, llm_of, nothing_left
+from tests.parts import branches_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
@@ -125,7 +126,7 @@ async def test_hostile_records_harm_nobody(pipeline: Pipeline) -> None:
 
 async def test_a_record_that_names_another_request_gets_nothing_of_it(pipeline: Pipeline) -> None:
     async with fifteen_others(pipeline):
-        (branch,) = pipeline._branches
+        (branch,) = branches_of(pipeline)
         records = [record(name, (branch.consumer,)) for name in pipeline._running]
         assert len(records) == 15
         outputs = await asyncio.gather(*(alone(pipeline, value) for value in records))

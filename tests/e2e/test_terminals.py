@@ -36,6 +36,7 @@ from tests.e2e.inside import (
     nothing_left,
     report,
 )
+from tests.parts import branches_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
@@ -207,7 +208,7 @@ async def test_abort_while_decoding_and_at_the_very_end(pipeline: Pipeline) -> N
 async def test_whatever_fails_a_request_aborts_it_in_vllm(
     pipeline: Pipeline, cause: str, kind: type[OmniStageError]
 ) -> None:
-    (branch,) = pipeline._branches
+    (branch,) = branches_of(pipeline)
     decoder: Any = branch.decoder
     async with nothing_left(pipeline):
         timeout = 0.1 if cause == "a deadline" else None
@@ -252,7 +253,7 @@ async def test_a_client_that_is_gone_is_aborted(pipeline: Pipeline) -> None:
 
 def session_of(pipeline: Pipeline, name: str) -> SamplingParams:
     """Sampling of a session of vLLM's own whose updates go to the pipeline's decoder."""
-    (branch,) = pipeline._branches
+    (branch,) = branches_of(pipeline)
     record = Admission(PROTOCOL_VERSION, name, 0, False, (branch.consumer,), Start())
     return SamplingParams(
         max_tokens=6,

@@ -15,6 +15,7 @@ import pytest
 from omnistage.pipeline import Pipeline
 from omnistage.stream import Stream
 from tests.e2e.conftest import HOP, PROMPT, ar_of, generate, ids_of, read
+from tests.parts import branches_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
@@ -26,7 +27,7 @@ LARGEST_CHUNK = 32 / SECOND
 @contextmanager
 def little_unread(pipeline: Pipeline) -> Iterator[None]:
     """Have the decoder stage hold a request that has 50 frames unread."""
-    (branch,) = pipeline._branches
+    (branch,) = branches_of(pipeline)
     decoder: Any = branch.decoder
     before = decoder._config
     decoder._config = replace(before, max_unread=MAX_UNREAD, slow_reader="hold")
@@ -38,7 +39,7 @@ def little_unread(pipeline: Pipeline) -> Iterator[None]:
 
 def unread(pipeline: Pipeline, stream: Stream) -> float:
     """Seconds of audio that a stream holds for its reader."""
-    (branch,) = pipeline._branches
+    (branch,) = branches_of(pipeline)
     return branch.decoder._open[stream.request_id].sink.unread_seconds
 
 
@@ -56,7 +57,7 @@ async def hold(pipeline: Pipeline, tokens: int) -> list[Stream]:
     streams = [pipeline.submit(PROMPT, sampling=sampling) for _ in range(32)]
     for stream in streams:
         await stream.__aenter__()
-    (branch,) = pipeline._branches
+    (branch,) = branches_of(pipeline)
     async with asyncio.timeout(120):  # a minute of it on a machine with ten other jobs
         while not all(branch.has_ended(stream.request_id) for stream in streams):
             await asyncio.sleep(0.02)

@@ -14,9 +14,10 @@ import typer.main
 from prometheus_client import CollectorRegistry
 
 import omnistage
-from omnistage import errors, wire
+from omnistage import errors, wire, wire_services
 from omnistage.cli.app import app
 from omnistage.cli.check import Report
+from omnistage.cli.keys import Made
 from omnistage.cli.speak import Spoken
 from omnistage.metrics import Metrics
 from omnistage.pipeline import Pipeline
@@ -35,12 +36,24 @@ from tests.examples.documents import (
 )
 
 PROTOCOL = DOCS / "protocol.md"
+SERVICES = DOCS / "protocol-services.md"
 ERRORS = [
     value
     for value in vars(errors).values()
     if isinstance(value, type) and issubclass(value, errors.OmniStageError)
 ]
-MESSAGES: list[Any] = [*get_args(wire.DataMessage), *get_args(wire.ControlMessage)]
+MESSAGES: list[Any] = [
+    message
+    for kind in (wire.DataMessage, wire.ControlMessage, wire.DeliveryMessage)
+    for message in get_args(kind)
+]
+OF_SERVICES: list[Any] = [
+    *get_args(wire_services.ServiceMessage),
+    wire_services.ARInfo,
+    wire_services.DecoderInfo,
+    wire_services.Input,
+    wire_services.Fault,
+]
 INNER: list[Any] = [Update, Start, ChunkPolicy, Terminal, TensorInfo, Admission]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
@@ -76,21 +89,27 @@ def test_every_command_and_option_is_documented() -> None:
     text = (DOCS / "reference" / "cli.md").read_text()
     group = typer.main.get_command(app)
     commands = vars(group)["commands"]
+    stages = vars(commands.pop("stage"))["commands"]
+    commands = {**commands, **{f"stage {name}": stage for name, stage in stages.items()}}
     for name, command in {"": group, **commands}.items():
         assert f"`omnistage {name}`" in text or not name
         for parameter in command.params:
             for option in parameter.opts:
                 spelled = option if option.startswith("-") else option.upper()
                 assert f"`{spelled}`" in text, f"{name} {option}"
-    for field in (*Spoken.__dataclass_fields__, *Report.__struct_fields__):
+    for field in (*Spoken.__dataclass_fields__, *Report.__struct_fields__, *Made.__struct_fields__):
         assert f"`{field}`" in text
 
 
-@pytest.mark.parametrize("message", [*MESSAGES, *INNER], ids=lambda m: m.__name__)
-def test_every_message_is_documented_field_by_field_in_order(message: Any) -> None:
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [(PROTOCOL, m) for m in (*MESSAGES, *INNER)] + [(SERVICES, m) for m in OF_SERVICES],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_message_is_documented_field_by_field_in_order(page: Path, message: Any) -> None:
     tag = message.__struct_config__.tag
     heading = f"### `{message.__name__}`" + (f", tag `{tag}`" if tag else "\n")
-    assert first_column(PROTOCOL, heading) == list(message.__struct_fields__)
+    assert first_column(page, heading) == list(message.__struct_fields__)
 
 
 def test_the_protocols_numbers_and_names_are_the_codes() -> None:

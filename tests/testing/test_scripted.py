@@ -6,12 +6,14 @@ import asyncio
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from omnistage import AutoregressiveStage, CodecFrames, Deadlines, DecoderStageConfig, Pipeline
 from omnistage.errors import (
+    ConfigError,
     DeadlineExceeded,
     DecoderError,
     InvalidRequest,
@@ -24,6 +26,8 @@ from omnistage.errors import (
 from omnistage.request import ChunkPolicy, FinishReason, StageInput, StageRequest
 from omnistage.testing import FakeDecoder, Script, ScriptedARStage, scripted
 from omnistage.transport.endpoints import Endpoints
+from omnistage.transport.keys import make_keys
+from tests.parts import branches_of
 
 IDS = list(range(100, 150))
 
@@ -103,11 +107,11 @@ async def test_an_abort_frees_every_side() -> None:
             await stream.abort()
             with pytest.raises(StreamClosed):
                 await anext(stream)
-        stage = running._ar
+        stage = running._routes[0].ar
         assert isinstance(stage, ScriptedARStage)
         assert isinstance(stage, AutoregressiveStage)
         assert not len(stage)
-        assert not len(running._branches[0].decoder)
+        assert not len(branches_of(running)[0].decoder)
 
 
 async def test_a_processor_and_a_decoder_fail_as_they_do_with_vllm() -> None:
@@ -159,6 +163,46 @@ async def test_draining_waits_and_refuses() -> None:
         assert not isinstance(await done, OmniStageError)
         await stage.aclose()
         await stage.aclose()
+
+
+READER = """
+import asyncio, sys
+import omnistage
+
+async def main():
+    endpoint, keys = sys.argv[1:]
+    async with omnistage.subscribe(endpoint, subscriber="reader", keys=keys) as updates:
+        print("subscribed", flush=True)
+        ids = []
+        async for update in updates:
+            ids += update.ids
+            if update.terminal is not None:
+                print(ids)
+                return
+
+asyncio.run(main())
+"""
+
+
+async def test_another_process_reads_its_updates_over_tcp_with_keys(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    ar = scripted(Script(ids=IDS), bind="tcp://127.0.0.1:0", keys=tmp_path / "keys")
+    async with Pipeline(ar=ar, decoder=DecoderStageConfig(build=FakeDecoder)) as running:
+        reader = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", READER, running.endpoints[0], str(tmp_path / "keys")),
+            stdout=subprocess.PIPE,
+        )
+        assert reader.stdout is not None
+        assert await reader.stdout.readline() == b"subscribed\n"
+        speech = await running.submit("Hello.", subscribers=["reader"]).collect()
+        said, _ = await reader.communicate()
+    assert FakeDecoder().indices([speech.pcm]) == IDS
+    assert said.decode().strip() == str(IDS)
+
+
+async def test_it_binds_where_a_real_one_may() -> None:
+    with pytest.raises(ConfigError, match="omnistage keys"):
+        await Pipeline(ar=scripted(Script(), bind="tcp://192.0.2.1:0"), decoder=None).__aenter__()
 
 
 def test_it_needs_neither_vllm_nor_torch() -> None:

@@ -25,7 +25,7 @@ async def test_100_subscribers_that_come_and_go_leave_the_publisher_as_it_was() 
         for i in range(100):
             await visit(site, source, endpoint, i)
         async with asyncio.timeout(10):
-            while site.publishers[0]._next:
+            while site.publishers[0]._ledger.topics or site.publishers[0]._ledger.peers:
                 await asyncio.sleep(0.005)
         handler = Handler()
         subscriber = await site.subscriber(handler, "d-0", endpoint)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,23 @@ import zmq
 from omnistage.errors import ConfigError, OmniStageError, StartupError, UpdatesLost
 from omnistage.request import Start
 from omnistage.transport.control import ControlServer
-from omnistage.transport.endpoints import Endpoints, check_bind
+from omnistage.transport.endpoints import Endpoints, check_bind, listen
 from omnistage.transport.handover import HandOver
+from omnistage.transport.keys import Keys, make_keys
 from omnistage.transport.publisher import Outgoing, Publisher, PublisherConfig
 from omnistage.transport.subscriber import Subscriber
-from omnistage.wire import PROTOCOL_VERSION, Data, Failed, Update, encode, topic
+from omnistage.wire import (
+    PROTOCOL_VERSION,
+    Data,
+    Failed,
+    Heartbeat,
+    Replay,
+    Subscribed,
+    Update,
+    decode_delivery,
+    encode,
+    topic,
+)
 
 
 class Source:
@@ -100,6 +113,7 @@ class Site:
             directory=str(self.endpoints.directory),
             control=self.control.endpoint,
             owner_pid=os.getpid(),
+            keys=None if self.endpoints.curve is None else self.endpoints.curve.keys,
         )
         self.publishers.append(Publisher(source, config, dp_index=rank))
         self.control.hellos.pop(rank, None)
@@ -115,10 +129,14 @@ class Site:
         return subscriber
 
 
-@pytest.fixture(params=["ipc", "tcp://127.0.0.1:0"])
-async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
-    with Endpoints() as endpoints:
-        site = Site(endpoints, request.param)
+@pytest.fixture(params=["ipc", "tcp", "tcp with keys"])
+async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Site]:
+    keys = None
+    if request.param == "tcp with keys":
+        make_keys(tmp_path / "keys")
+        keys = Keys.load(tmp_path / "keys")
+    with Endpoints(keys=keys) as endpoints:
+        site = Site(endpoints, "ipc" if request.param == "ipc" else "tcp://127.0.0.1:0")
         yield site
         for publisher in site.publishers:
             assert publisher.close(5)
@@ -330,6 +348,7 @@ class Relay:
         self._delay = delay
         self._server = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        self.passed = b""
         self._sockets: list[socket.socket] = []
         self._all: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -378,6 +397,7 @@ class Relay:
                         sink.sendall(chunk[:early])
                         time.sleep(self._delay)
                         chunk, waited = chunk[early:], True
+                self.passed += chunk
                 sink.sendall(chunk)
         except OSError:
             return
@@ -410,68 +430,107 @@ async def test_a_subscription_that_arrives_300_ms_late_loses_nothing() -> None:
         site.control.close()
 
 
-async def test_a_reconnect_after_a_cut_reports_the_gap_and_goes_on() -> None:
+async def test_what_was_sent_while_the_connection_was_cut_is_sent_again() -> None:
     with Endpoints() as endpoints:
         site = Site(endpoints, "tcp://127.0.0.1:0")
         source, endpoint = await site.publisher()
         relay = Relay(endpoint)
         handler = Handler()
         subscriber = await site.subscriber(handler, "d", relay.endpoint)
-        source.send(subscriber.topic, 1)
-        await handler.wait_for(lambda: handler.ids == [1])
+        source.send(subscriber.topic, 0)
+        await handler.wait_for(lambda: handler.ids == [0])
         relay.cut()
+        retained = site.publishers[0]._ledger.topics[subscriber.topic]
+        sent = 1
         async with asyncio.timeout(10):
-            while not source.gone:  # until the publisher has noticed
-                source.send(subscriber.topic, 2)
+            while retained.subscribed:  # until the publisher has noticed
+                source.send(subscriber.topic, sent)
+                sent += 1
                 await asyncio.sleep(0.01)
-        await handler.wait_for(lambda: bool(handler.lost))
-        source.send(subscriber.topic, 3)
-        await handler.wait_for(lambda: handler.ids[-1] == 3)
+        source.send(subscriber.topic, sent)
+        await handler.wait_for(lambda: handler.ids[-1] == sent)
+        assert handler.ids == list(range(sent + 1))
+        assert not handler.lost
+        assert not source.gone
         subscriber.close()
         relay.close()
         assert site.publishers[0].close(5)
         site.control.close()
 
 
+class Hostile:
+    """A publisher of the test's own, whose subscriber is sent what the test likes."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self.data = endpoints.context.socket(zmq.XPUB)
+        self.data.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self.data.bind(endpoint := endpoints.ipc())
+        self.endpoint = endpoint
+        self.delivery = endpoints.context.socket(zmq.ROUTER)
+        self.delivery.bind(delivery := endpoints.ipc())
+        self._subscribed = Subscribed(PROTOCOL_VERSION, 1, 0, 0, delivery)
+
+    def accept(self) -> None:
+        """Confirm the subscription."""
+        self.topic = self.data.recv()[1:]
+        self.data.send_multipart([self.topic, encode(self._subscribed)])
+        self.peer, _ = self.delivery.recv_multipart()
+        self.beat(0, 0)
+
+    def beat(self, first: int, next_sequence: int) -> None:
+        beat = Heartbeat(PROTOCOL_VERSION, 1, 0, ((self.topic, first, next_sequence),))
+        self.delivery.send_multipart([self.peer, encode(beat)])
+
+    def send_junk(self, where: str, frames: list[bytes]) -> None:
+        """Send frames that are no message to the subscriber, on either socket."""
+        if where == "data":
+            self.data.send_multipart([self.topic, *frames])
+        else:
+            self.delivery.send_multipart([self.peer, *frames])
+
+    def asked(self) -> tuple[int, int]:
+        """The next request for a replay."""
+        while True:
+            message = decode_delivery(self.delivery.recv_multipart()[1])
+            if isinstance(message, Replay):
+                return message.first, message.end
+
+
 async def test_malformed_frames_are_counted_and_the_stream_lives_on() -> None:
     with Endpoints() as endpoints:
-        hostile = endpoints.context.socket(zmq.XPUB)
-        hostile.setsockopt(zmq.XPUB_VERBOSE, 1)
-        hostile.bind(endpoint := endpoints.ipc())
+        hostile = Hostile(endpoints)
         handler = Handler()
         subscriber = Subscriber(endpoints, "audio", "d", handler)
-        connecting = asyncio.create_task(subscriber.connect([endpoint], within=10))
-        await asyncio.to_thread(hostile.recv)
-        bad = Data(PROTOCOL_VERSION, 1, 0, 0, 0, (Update("r", ids=(4,)),))
-        good = Data(PROTOCOL_VERSION, 1, 0, 1, 0, (Update("r", ids=(5,)),))
-        hostile.send_multipart([subscriber.topic, msgspec_subscribed()])
+        connecting = asyncio.create_task(subscriber.connect([hostile.endpoint], within=10))
+        await asyncio.to_thread(hostile.accept)
+        await connecting
+        bad, good, last = (
+            encode(Data(PROTOCOL_VERSION, 1, 0, n, 0, (Update("r", ids=(4 + n,)),)))
+            for n in (0, 1, 4)
+        )
         for frames in (
             [b"\xc1"],
             [],
-            [encode(bad)[:-3]],
-            [encode(bad), b"a buffer too many"],
+            [bad[:-3]],
+            [bad, b"a buffer too many"],
             [encode(Data(2, 1, 0, 0, 0, ()))],
+            [encode(Subscribed(PROTOCOL_VERSION, 9, 0, 0))],
         ):
-            hostile.send_multipart([subscriber.topic, *frames])
-        hostile.send_multipart([subscriber.topic, encode(good)])
-        await connecting
-        await handler.wait_for(lambda: handler.ids == [5])
-        assert subscriber.malformed == 5
-        # Each is charged when it comes, and the one that can be counted leaves no gap behind it.
-        assert len(handler.lost) == 4  # the one without a header names no sender
-        hostile.send_multipart([subscriber.topic, encode(good)])  # again
-        hostile.send_multipart(
-            [subscriber.topic, encode(Data(PROTOCOL_VERSION, 1, 0, 4, 0, (Update("r", ids=(8,)),)))]
-        )
-        await handler.wait_for(lambda: handler.ids == [5, 8])
-        assert "2 messages" in str(handler.lost[4])
+            hostile.data.send_multipart([subscriber.topic, *frames])
+        hostile.data.send_multipart([subscriber.topic, good])
+        assert await asyncio.to_thread(hostile.asked) == (0, 1)
+        for frames in ([], [b"\xc1"], [bad[:-3]], [bad]):
+            hostile.delivery.send_multipart([hostile.peer, subscriber.topic, *frames])
+        await handler.wait_for(lambda: handler.ids == [4, 5])
+        assert subscriber.counts.malformed == 6 + 3
+        hostile.data.send_multipart([subscriber.topic, good])  # again
+        hostile.data.send_multipart([subscriber.topic, last])
+        assert await asyncio.to_thread(hostile.asked) == (2, 4)
+        assert not handler.lost
+        hostile.beat(4, 5)
+        await handler.wait_for(lambda: handler.ids == [4, 5, 8])
+        assert "2 messages were lost" in str(handler.lost[0])
         subscriber.close()
-
-
-def msgspec_subscribed() -> bytes:
-    from omnistage.wire import Subscribed
-
-    return encode(Subscribed(PROTOCOL_VERSION, 1, 0, 0))
 
 
 async def test_a_handler_that_raises_loses_only_its_own_update(site: Site) -> None:
@@ -584,6 +643,11 @@ def test_a_directory_too_deep_for_a_socket_is_refused(tmp_path: Path) -> None:
         "tcp://0.0.0.0:0",
         "tcp://*:5",
         "tcp://10.0.0.1:5",
+        "tcp://[::]:5",
+        "tcp://[::1:5",
+        "tcp://example.org:5",
+        "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:²",
         "udp://127.0.0.1:1",
         "",
         "tcp://127.0.0.1:x",
@@ -616,3 +680,16 @@ def test_the_hand_over_queue_is_bounded_and_keeps_order() -> None:
     writer.join()
     assert taken == list(range(5000))
     queue.close()
+
+
+def test_32_that_bind_at_once_get_ports_of_their_own(tmp_path: Path) -> None:
+    with zmq.Context() as context, ThreadPoolExecutor(32) as pool:
+        sockets = [context.socket(zmq.XPUB) for _ in range(32)]
+        try:
+            made = pool.map(lambda one: listen(one, "tcp://127.0.0.1:0", tmp_path), sockets)
+            ports = {endpoint.rpartition(":")[2] for endpoint in made}
+        finally:
+            for socket in sockets:
+                socket.close(0)
+    assert len(ports) == 32
+    assert "0" not in ports

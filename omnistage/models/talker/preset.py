@@ -38,6 +38,10 @@ MAX_TEXT: Final = 100_000
 _MAX_PIECE: Final = 400  # a piece of ordinary words has some 80 characters
 
 
+CODEC: Final = "talker"
+"""Names its frames where its stages are services."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TalkerPreset:
     """A talker and how it runs well.
@@ -75,8 +79,9 @@ class TalkerPreset:
             processor=TalkerFrames(layout=read_layout(self.model)),
             input_adapter=TalkerInput(self),
             engine_args={**self.engine_args, "logits_processors": [_forcing()]},
+            codec=CODEC,
         )
-        return ar, DecoderStageConfig(build=self.decoder, chunks=self.chunks)
+        return ar, DecoderStageConfig(build=self.decoder, chunks=self.chunks, codec=CODEC)
 
 
 def _forcing() -> str:

@@ -1,0 +1,1 @@
+"""Stages as processes of their own, and the pipeline that joins them."""

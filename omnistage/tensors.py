@@ -1,0 +1,95 @@
+"""Tensors on the wire: what may cross, and whether a buffer is what its description says.
+
+A tensor is a raw buffer in C order, little endian; nothing is allocated or used before its size is
+checked.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from omnistage.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_BUFFER_BYTES: Final = 256 << 20
+MAX_BUFFERS: Final = 16_384
+ITEM_BYTES: Final[dict[str, int]] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+"""Bytes an element of each dtype that may cross."""
+
+Buffer = bytes | bytearray | memoryview
+
+
+class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that travels as a raw buffer after the header.
+
+    Args:
+        name: Key of the payload.
+        dtype: One of :data:`ITEM_BYTES`.
+        shape: Its shape; the first dimension is rows.
+        first_row: Absolute position of its first row in the request.
+        frame: Index of its buffer among the message's buffers, from 0.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    first_row: int
+    frame: int
+
+
+def check_tensors(claimed: Sequence[TensorInfo], buffers: Sequence[Buffer]) -> None:
+    """Check that every buffer is what exactly one tensor says it is.
+
+    Raises:
+        ProtocolError: It is not, or there are too many.
+    """
+    if len(buffers) > MAX_BUFFERS:
+        raise ProtocolError(f"{len(buffers)} buffers exceed the limit of {MAX_BUFFERS}")
+    if sorted(info.frame for info in claimed) != list(range(len(buffers))):
+        raise ProtocolError(f"{len(claimed)} tensors do not match {len(buffers)} buffers")
+    for info in claimed:
+        size = buffer_bytes(info)
+        actual = memoryview(buffers[info.frame]).nbytes
+        if size != actual:
+            raise ProtocolError(
+                f"tensor {info.name!r} {info.dtype}{list(info.shape)} needs {size} bytes, "
+                f"its buffer has {actual}"
+            )
+
+
+def buffer_bytes(info: TensorInfo) -> int:
+    """Bytes that a tensor of this dtype and shape occupies.
+
+    Raises:
+        ProtocolError: An unknown dtype, a negative dimension, or more than
+            :data:`MAX_BUFFER_BYTES`.
+    """
+    item = ITEM_BYTES.get(info.dtype)
+    if item is None:
+        raise ProtocolError(f"tensor {info.name!r} has unknown dtype {info.dtype!r}")
+    if len(info.shape) > 8 or any(n < 0 for n in info.shape) or info.first_row < 0:
+        raise ProtocolError(f"tensor {info.name!r} has impossible shape {info.shape[:9]}")
+    size = item * math.prod(info.shape)
+    if size > MAX_BUFFER_BYTES:
+        raise ProtocolError(
+            f"tensor {info.name!r} of {size} bytes exceeds the limit of {MAX_BUFFER_BYTES}"
+        )
+    return size
