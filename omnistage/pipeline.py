@@ -13,7 +13,7 @@ from omnistage.errors import ConfigError, InvalidRequest, StageClosed
 from omnistage.metrics import RequestMetrics, default_metrics
 from omnistage.monitoring import Health as Health
 from omnistage.request import ChunkPolicy, StageInput, check_name, check_text
-from omnistage.services.remote_ar import RemoteRoute
+from omnistage.services.remote_ar import RemoteARStage, RemoteRoute
 from omnistage.stages.ar import ARStage
 from omnistage.stages.base import settled
 from omnistage.stages.branch import Branch
@@ -149,7 +149,9 @@ class Pipeline:
         pipeline = cls.__new__(cls)
         pipeline._set_up(
             lambda endpoints: [
-                RemoteRoute(endpoints, service, client=client, roles=names, within=within)
+                RemoteRoute(
+                    RemoteARStage(endpoints, service, client=client, roles=names, within=within)
+                )
                 for service in dict.fromkeys(services)
             ],
             keys,

@@ -357,25 +357,13 @@ class RemoteRoute:
     """An AR service with its decoder services, as a pipeline has stages of its own.
 
     Args:
-        endpoints: This process's sockets.
-        endpoint: The AR service's.
-        client: See :class:`RemoteARStage`.
-        roles: See :class:`RemoteARStage`.
-        within: See :class:`RemoteARStage`.
+        ar: The AR service.
     """
 
-    def __init__(
-        self,
-        endpoints: Endpoints,
-        endpoint: str,
-        *,
-        client: str,
-        roles: Sequence[str],
-        within: float,
-    ) -> None:
-        self.ar = RemoteARStage(endpoints, endpoint, client=client, roles=roles, within=within)
-        self.branches = self.ar.branches
-        self.stages = [self.ar]
+    def __init__(self, ar: RemoteARStage) -> None:
+        self.ar = ar
+        self.branches = ar.branches
+        self.stages = [ar]
 
     async def start(self) -> None:
         """See :meth:`RemoteARStage.start`."""
