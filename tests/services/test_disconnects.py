@@ -20,7 +20,7 @@ from omnistage.errors import OmniStageError, StartupError
 from omnistage.services.ar import ARService
 from omnistage.services.decoder import DecoderService
 from omnistage.testing import Script
-from omnistage.transport.service import ServiceLink
+from omnistage.transport.service_link import ServiceLink
 from tests.services.factories import Services
 
 SCRIPT = Script(ids=list(range(100, 140)) * 5, step_after=0.005, ids_per_step=4)
