@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import warnings
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
+import anyio
 import numpy as np
 
 from omnistage.errors import (
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from omnistage.stages.route import RequestBranch
 
 log = logging.getLogger(__name__)
+
+_FAILED_SECONDS: Final = 1.0
+"""For the stages to let go of a request that failed, before its caller hears of that."""
 
 
 class Stream:
@@ -63,7 +68,13 @@ class Stream:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self.abort()
+        if error is None or error is not self._request.error:
+            await self.abort()
+            return
+        # It says what went wrong, perhaps that a stage stands still: no reason to wait for that one
+        # with it, nor to say instead that it does not let go.
+        with anyio.move_on_after(_FAILED_SECONDS), contextlib.suppress(OmniStageError):
+            await self.abort()
 
     def __aiter__(self) -> AsyncIterator[AudioChunk]:
         return self
@@ -194,6 +205,11 @@ class Submission:
         self._indices: dict[str, int] = {}  # chunks given, by decoder
         self._started_takes = 0
         self._last_stage = ""
+
+    @property
+    def error(self) -> OmniStageError | None:
+        """What it failed with, if it did."""
+        return self._error
 
     @property
     def sample_rate(self) -> int:

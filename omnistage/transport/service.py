@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS: Final = 0.5
-CUT_SECONDS: Final = 1.0
-"""A client without a connection is gone, if it does not come again."""
+CUT_SECONDS: Final = 0.5
+"""A client without a connection is gone, if it does not come again; nor does it wait longer."""
 CLIENT_SECONDS: Final = 10.0
 """And one that is connected and says nothing: applications do block their event loop."""
 _LINGER_MS: Final = 200  # for the last words; a peer that is gone takes all of it
@@ -149,6 +149,7 @@ class ServiceServer:
             client = self.clients.get(identity)
             if client is not None and client.cut_at is None:
                 client.cut_at = time.monotonic()
+                self._loop.call_later(CUT_SECONDS, self._on_cut, client)
                 log.debug("client %s cannot be reached: %s", client, error)
         self._reader.touch()
 
@@ -236,6 +237,14 @@ class ServiceServer:
             if not late and (cut or now - client.heard > CLIENT_SECONDS):
                 self._lose(client)
 
+    def _on_cut(self, client: Client) -> None:
+        """Let go of a client that has not come again, without waiting for the next beat."""
+        if self._closed or client.cut_at is None or self.clients.get(client.identity) is not client:
+            return
+        over = time.monotonic() - client.cut_at - CUT_SECONDS
+        if -0.01 < over < BEAT_SECONDS:  # of this cut, and in time: else what it said is not read
+            self._lose(client)
+
     def _lose(self, client: Client) -> None:
         if self.clients.pop(client.identity, None) is not None:
             log.info("client %s is gone, %d are left", client, len(self.clients))
@@ -248,5 +257,5 @@ def set_service_options(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     # ZeroMQ's own, in its I/O threads: a process that is stopped and a host that is cut off do not
     # close their connections, and a busy one's event loop may answer late.
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 300)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1200)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 250)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1000)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.cli.sandbox import COMMAND, PATIENCE_SECONDS, Sandbox
@@ -176,6 +177,38 @@ def test_a_stage_that_is_killed_fails_its_requests_and_can_be_replaced(
         healthy.restart_ar()
     else:
         healthy.decoder = healthy.start_decoder()
+    assert spoken(healthy.speak("Hello world."))["finish_reason"] == "stop"
+
+
+def test_a_decoder_that_stands_still_fails_its_requests_and_is_used_again(
+    healthy: Services,
+) -> None:
+    client = healthy.speak(LONG)
+    time.sleep(2.5)
+    assert client.program.poll() is None, client.err
+    healthy.decoder.program.send_signal(signal.SIGSTOP)
+    try:
+        assert client.end() == 1
+        assert "does not answer" in client.err
+    finally:
+        healthy.decoder.program.send_signal(signal.SIGCONT)
+    assert spoken(healthy.speak("Hello world."))["finish_reason"] == "stop"
+
+
+def test_an_engine_that_is_killed_ends_its_service_and_is_named_to_clients(
+    healthy: Services,
+) -> None:
+    client = healthy.speak(LONG)
+    time.sleep(2.5)
+    assert client.program.poll() is None, client.err
+    children = psutil.Process(healthy.ar.program.pid).children()
+    (engine,) = (child for child in children if child.name().startswith("VLLM::Engine"))
+    engine.kill()
+    assert healthy.ar.end() == 1
+    assert client.end() == 1
+    for process in (healthy.ar, client):
+        assert "engine process is gone" in " ".join(process.err.split())
+    healthy.restart_ar()
     assert spoken(healthy.speak("Hello world."))["finish_reason"] == "stop"
 
 
