@@ -82,7 +82,7 @@ class ARService:
         self._server: ServiceServer | None = None
         self._running: dict[str, tuple[Client, RunningRequest]] = {}
         self._awaited: dict[str, Client] = {}  # requests that are over and will be continued
-        self._continued: set[str] = set()  # those that run and have been already
+        self._continued: set[str] = set()  # those that run, and after which nothing is awaited
         self._decoders: dict[bytes, DecoderInfo] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -291,6 +291,7 @@ class ARService:
             self._idle.set()
         fault = None
         if running is not None and owner is client:
+            self._continued.add(request_id)  # by nothing; it may have just ended all the same
             try:
                 await running.abort()
             except OmniStageError as error:
@@ -303,6 +304,10 @@ class ARService:
             answer = Pieces(PROTOCOL_VERSION, message.call, tuple(map(Input.of, pieces)))
         except OmniStageError as error:
             answer = Pieces(PROTOCOL_VERSION, message.call, fault=Fault.of(error))
+        except Exception as error:
+            log.exception("an input of client %s could not be cut", client)
+            failure = ServerError(f"cutting the input raised {type(error).__name__}: {error}")
+            answer = Pieces(PROTOCOL_VERSION, message.call, fault=Fault.of(failure))
         self._send(client, answer)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
