@@ -35,6 +35,7 @@ HIGH_WATER_MARK: Final = 1000
 LINGER_MS: Final = 1000
 
 _LOCK: Final = "lock"
+_LONGEST_ENDPOINT: Final = 512  # a name of DNS has 253 characters
 _MAX_IPC_PATH: Final = 107  # sun_path holds 108 bytes, its terminator included
 _LONGEST_NAME: Final = 37  # vLLM's own sockets are there too: a slash and a UUID
 
@@ -179,14 +180,15 @@ def check_endpoint(endpoint: object) -> str:
     Raises:
         ConfigError: It is neither ``ipc://PATH`` nor ``tcp://HOST:PORT``.
     """
-    if isinstance(endpoint, str):
+    if isinstance(endpoint, str) and len(endpoint) <= _LONGEST_ENDPOINT:
         _, _, rest = endpoint.partition("://")
         host, _, port = rest.rpartition(":")
+        is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 2**16
         if endpoint.startswith("ipc://") and rest:
             return endpoint
-        if endpoint.startswith("tcp://") and host and port.isdigit() and 0 < int(port) < 65536:
+        if endpoint.startswith("tcp://") and host and is_port:
             return endpoint
-    raise ConfigError(f"an endpoint is ipc://PATH or tcp://HOST:PORT, got {endpoint!r}")
+    raise ConfigError(f"an endpoint is ipc://PATH or tcp://HOST:PORT, got {endpoint!r:.200}")
 
 
 def is_local(endpoint: str) -> bool:
