@@ -144,6 +144,8 @@ class Pipeline:
         names = [decoders] if isinstance(decoders, str) else list(decoders)
         for name in names:
             check_name(name, "a decoder's name")
+            if names.count(name) > 1:
+                raise ConfigError(f"two decoders are named {name!r}; those share the requests")
         _check_seconds(within, "within")
         client = f"client-{secrets.token_hex(8)}"
         pipeline = cls.__new__(cls)

@@ -199,6 +199,7 @@ class Submission:
         self._route: tuple[AutoregressiveStage, Sequence[RequestBranch]] | None = None
         self._news = asyncio.Event()
         self._error: OmniStageError | None = None
+        self._splitting: asyncio.Future[Sequence[StageInput]] | None = None
         self._pieces: deque[StageInput] = deque()
         self._takes: deque[Take] = deque()  # the last one may run, those before it wait to be read
         self._usages: dict[int, Usage] = {}  # by piece; they may end in another order
@@ -238,9 +239,13 @@ class Submission:
         if self._timeout is not None:
             self._timer = self._loop.call_later(self._timeout, self._on_timeout)
         try:
-            pieces = await ar.split(self._input)
+            # On its own, for its end may be another process's, and this request's must not wait.
+            self._splitting = asyncio.ensure_future(ar.split(self._input))
+            (pieces,) = await asyncio.gather(self._splitting, return_exceptions=True)
             if self._error is not None:  # meanwhile
                 return
+            if isinstance(pieces, BaseException):
+                raise pieces
             self._pieces.extend(pieces)
             if not self._pieces:
                 raise InvalidRequest("the input adapter made no request of it", parameter="prompt")
@@ -369,6 +374,8 @@ class Submission:
         self.over = True
         if self._timer is not None:
             self._timer.cancel()
+        if self._splitting is not None:
+            self._splitting.cancel()
         self._running.pop(self.request_id, None)
         self._news.set()
 

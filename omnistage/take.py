@@ -97,15 +97,16 @@ class Take:
 
     def fail(self, error: OmniStageError) -> None:
         """End it with ``error`` unless it is over, and abort it in every stage."""
-        if self.over:
-            return
-        self.error = error
-        self._chunks.clear()
-        for part in self._parts:
-            part.branch.drop(self._request_id)
+        was_over = self.over
+        if not was_over:
+            self.error = error
+            self._chunks.clear()
+            for part in self._parts:
+                part.branch.drop(self._request_id)
         if self._ar is not None:
-            self._ar.fail(error)
-        self._end()
+            self._ar.fail(error)  # in any case: it may wait for what would continue this one
+        if not was_over:
+            self._end()
 
     async def abort(self) -> None:
         """Return when the stages have let go; :meth:`fail` comes first and makes them."""

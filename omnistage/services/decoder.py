@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 _SECONDS: Final = 10.0  # for each step of the start, and of the end
 _RETRY_SECONDS: Final = 1.0
 _CONTINUED_SECONDS: Final = 1.0
+_REMEMBERED: Final = 1024
 
 
 class DecoderService:
@@ -83,6 +84,7 @@ class DecoderService:
         self._server: ServiceServer | None = None
         self._info: DecoderInfo | None = None
         self._aborts: set[asyncio.Task[None]] = set()
+        self._aborted: dict[tuple[str, str], None] = {}  # the latest: (client, request id)
         self._metrics = ServiceMetrics(default_metrics(), config.name)
         self._draining = False
         self._idle = asyncio.Event()
@@ -213,6 +215,8 @@ class DecoderService:
         start = update.start
         if start is None or not start.reply or self._out is None:
             return
+        if (start.reply, update.request_id) in self._aborted:
+            return  # the abort was faster than the first update
         try:
             client = check_name(start.reply, "a client's name")
             outlet = Outlet(
@@ -236,6 +240,9 @@ class DecoderService:
 
     async def _abort(self, client: Client, request_id: str) -> None:
         outlet = self._outlets.get(request_id)
+        self._aborted[client.greeting.name, request_id] = None
+        if len(self._aborted) > _REMEMBERED:
+            del self._aborted[next(iter(self._aborted))]
         fault = None
         if outlet is None or outlet.client == client.greeting.name:
             self._drop(request_id)

@@ -291,11 +291,9 @@ class RemoteRequest:
             DeadlineExceeded: It has not in time.
             OmniStageError: Aborting failed there.
         """
-        if self._gone.is_set() and self._fault is None:
-            if self._more:
-                self._stage.abort(self.request_id)  # nothing will continue it
-            return
         self._abort()
+        if self._gone.is_set() and self._fault is None:
+            return
         try:
             async with asyncio.timeout(_RELEASE_SECONDS):
                 await self._gone.wait()
@@ -336,6 +334,9 @@ class RemoteRequest:
         self._end()
 
     def _abort(self) -> None:
+        if self._gone.is_set() and self._more:
+            self._stage.abort(self.request_id)  # nothing will continue it
+            self._more = False
         if self._aborting or self._gone.is_set():
             return
         self._aborting = True

@@ -66,7 +66,7 @@ class RemoteBranch:
     @property
     def replicas(self) -> list[_Replica]:
         """Those that a request can go to."""
-        return [replica for replica in self._replicas.values() if replica.available]
+        return [replica for replica in list(self._replicas.values()) if replica.available]
 
     @property
     def sample_rate(self) -> int:

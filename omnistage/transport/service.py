@@ -145,9 +145,12 @@ class ServiceServer:
         try:
             self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            # EHOSTUNREACH: no connection. EAGAIN: a thousand messages unread, as good as gone.
             client = self.clients.get(identity)
-            if client is not None and client.cut_at is None:
+            if client is not None and error.errno == zmq.EAGAIN:
+                # A thousand messages unread. It misses one now, and must not think that it does
+                # not; later, for whoever sends is not ready to be told.
+                self._loop.call_soon(self._lose, client)
+            elif client is not None and client.cut_at is None:
                 client.cut_at = time.monotonic()
                 self._loop.call_later(CUT_SECONDS, self._on_cut, client)
                 log.debug("client %s cannot be reached: %s", client, error)
@@ -167,10 +170,11 @@ class ServiceServer:
         client = self.clients.get(identity)
         if isinstance(message, Greet):
             self._on_greet(identity, client, message)
+        elif isinstance(message, Farewell):
+            if client is not None:
+                self._lose(client)
         elif client is None:
             self._send(identity, Stranger(PROTOCOL_VERSION))
-        elif isinstance(message, Farewell):
-            self._lose(client)
         else:
             client.heard, client.cut_at = time.monotonic(), None
             if not isinstance(message, Beat):
