@@ -262,4 +262,5 @@ def set_service_options(socket: zmq.Socket[bytes]) -> None:
     # ZeroMQ's own, in its I/O threads: a process that is stopped and a host that is cut off do not
     # close their connections, and a busy one's event loop may answer late.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 250)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1000)
+    # Not less: on a machine whose cores are all taken, I/O threads have answered a second late.
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1600)

@@ -188,7 +188,10 @@ def contents(ar: ARService, decoders: list[DecoderService]) -> dict[str, int]:
         parts[f"{name} source"] = publisher._source
     for name, part in parts.items():
         for attribute, value in vars(part).items():
-            if isinstance(value, dict | set | list | deque) and attribute != "_gone":
+            if isinstance(value, dict | set | list | deque) and attribute not in {
+                "_gone",
+                "_aborted",
+            }:
                 found[f"{name}.{attribute}"] = len(value)
     return found
 
