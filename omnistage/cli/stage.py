@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import logging
 import sys
+import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,7 @@ from omnistage.errors import (
     UnsupportedEnvironment,
 )
 from omnistage.models import load_preset
-from omnistage.monitoring import Health, MetricsServer, serve_metrics
+from omnistage.monitoring import Health, MetricsServer, parse_address, serve_metrics
 from omnistage.services.ar import ARService
 from omnistage.services.decoder import DecoderService
 from omnistage.services.process import host
@@ -124,6 +125,8 @@ def _run(make: Callable[[], Callable[[Endpoints], Service]], options: Options) -
 
         try:
             check_bind(options.bind, load_keys(options.keys))
+            if options.metrics is not None:
+                parse_address(options.metrics)  # now: an engine takes minutes to start
             return asyncio.run(
                 host(make(), keys=options.keys, drain_seconds=options.drain, on_ready=ready)
             )
@@ -170,9 +173,17 @@ def _load(reference: str, kind: type[_Config]) -> _Config:
         found = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
+        made = found() if callable(found) else found
+    except OmniStageError:
+        raise
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--config {reference}: {error}") from error
-    made = found() if callable(found) else found
+    except Exception as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        raise ConfigError(
+            f"--config {reference} raised {type(error).__name__}: {error} "
+            f"({last.filename}:{last.lineno})"
+        ) from error
     if not isinstance(made, kind):
         raise ConfigError(f"--config {reference} is no {kind.__name__} but {made!r}")
     return made
