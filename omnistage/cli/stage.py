@@ -146,7 +146,11 @@ def _health(service: Service) -> Health:
 
 
 def _report(service: Service, monitor: MetricsServer | None, *, json: bool) -> None:
-    """Say where it listens, on standard output: who starts the others reads it there."""
+    """Say where it listens, on standard output: who starts the others reads it there.
+
+    Raises:
+        StartupError: It cannot be written there.
+    """
     told = {"stage": service.name, "endpoint": service.endpoint}
     if monitor is not None:
         told["metrics"] = f"http://{monitor.address}/metrics"
@@ -155,8 +159,15 @@ def _report(service: Service, monitor: MetricsServer | None, *, json: bool) -> N
     else:
         ready = f"stage {service.name} is ready at {service.endpoint}"
         ready += "" if monitor is None else f", metrics at http://{monitor.address}/metrics"
-    sys.stdout.write(ready + "\n")
-    sys.stdout.flush()
+    try:
+        if sys.stdout is None:
+            raise OSError("it is closed")
+        sys.stdout.write(ready + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        raise StartupError(
+            f"where the stage listens is said on standard output, which fails: {error}"
+        ) from error
 
 
 def _load(reference: str, kind: type[_Config]) -> _Config:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from omnistage import DecoderStageConfig
 from omnistage.cli import stage
 from omnistage.cli.stage import Options, _load, run_decoder
-from omnistage.errors import ConfigError
+from omnistage.errors import ConfigError, StartupError
 
 Module = Callable[[str], str]
 
@@ -48,6 +49,25 @@ def test_a_configuration_that_cannot_be_loaded_is_said_in_a_sentence(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         _load(f"{module(code)}:voice", DecoderStageConfig)
+
+
+class Ready:
+    name = "ar"
+    endpoint = "ipc:///a"
+
+
+class Full(io.StringIO):
+    def flush(self) -> None:
+        raise OSError("no space left")
+
+
+@pytest.mark.parametrize(("stdout", "why"), [(None, "is closed"), (Full(), "no space left")])
+def test_an_endpoint_that_cannot_be_told_is_said_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, stdout: Any, why: str
+) -> None:
+    monkeypatch.setattr(sys, "stdout", stdout)
+    with pytest.raises(StartupError, match=f"standard output, which fails: .*{why}"):
+        stage._report(cast("Any", Ready()), None, json=False)
 
 
 def test_an_address_of_metrics_is_looked_at_before_the_stage_starts(
