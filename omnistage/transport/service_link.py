@@ -97,8 +97,10 @@ class ServiceLink:
             connect(self._socket, endpoint, endpoints.curve)
         except zmq.ZMQError as error:
             self._socket.disable_monitor()
+            close_quietly(monitor)
             close_quietly(self._socket)
             raise ConfigError(f"cannot connect to {endpoint!r}: {error}") from error
+        self._events = monitor
         self._monitor = SocketReader(monitor, self._on_event)
         self._reader = SocketReader(self._socket, self._on_frames)
         self._timer = self._loop.call_soon(self._on_timer)
@@ -165,6 +167,7 @@ class ServiceLink:
         self._reader.close()
         with contextlib.suppress(zmq.ZMQError):
             self._socket.disable_monitor()
+        close_quietly(self._events)
         close_quietly(self._socket)
 
     def _on_event(self, frames: list[bytes]) -> None:
