@@ -80,7 +80,9 @@ class Take:
         try:
             for branch in self._branches:
                 part = _Part(self, branch)
-                consumers.append(branch.open(request.request_id, part, after=request.after))
+                consumers.append(
+                    branch.open(request.request_id, part, after=request.after, more=request.more)
+                )
                 self._parts.append(part)
             consumers += request.consumers
             request = replace(request, consumers=tuple(consumers), final_stage=not consumers)
@@ -101,10 +103,11 @@ class Take:
         if not was_over:
             self.error = error
             self._chunks.clear()
-            for part in self._parts:
-                part.branch.drop(self._request_id)
+        # In any case: they may wait for what would continue this one.
+        for part in self._parts:
+            part.branch.drop(self._request_id)
         if self._ar is not None:
-            self._ar.fail(error)  # in any case: it may wait for what would continue this one
+            self._ar.fail(error)
         if not was_over:
             self._end()
 

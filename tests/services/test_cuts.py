@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from omnistage import Pipeline
-from omnistage.errors import StageClosed
+from omnistage.errors import ConfigError, StageClosed
 from omnistage.services.ar import ARService
 from omnistage.testing import Script
 from omnistage.transport import service_link
+from omnistage.transport.endpoints import Endpoints
 from tests.services.factories import Services
+from tests.services.test_hostile import Peer
 from tests.services.test_services import IDS, by_prompt, heard, nothing_is_left
 
 
@@ -106,3 +108,15 @@ async def comes_back(pipeline: Pipeline) -> None:
     async with asyncio.timeout(5):
         while not pipeline.health().ok:
             await asyncio.sleep(0.01)
+
+
+async def test_a_link_closes_every_socket_of_its_own(services: Services) -> None:
+    ar = await services.ar(by_prompt)
+    with Endpoints() as endpoints:
+        handler = Peer(endpoints, ar.endpoint, "one")
+        await handler.link.answered(5)
+        handler.link.close()
+        assert all(socket.closed for socket in list(endpoints.context._sockets))
+        with pytest.raises(ConfigError, match="cannot connect"):
+            Peer(endpoints, "tcp://*:x", "one")
+        assert all(socket.closed for socket in list(endpoints.context._sockets))

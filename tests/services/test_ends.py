@@ -50,6 +50,29 @@ async def test_nor_one_that_ends_as_it_is_aborted(services: Services) -> None:
         await nothing_is_left(ar)
 
 
+async def test_a_decoder_that_drains_waits_for_the_rest_of_a_text_that_is_read_slowly(
+    services: Services,
+) -> None:
+    def script(asked: StageInput) -> Script:
+        return Script(ids=[ord(str(asked.prompt))] * 20, step_after=0.001)
+
+    ar = await services.ar(script, split=words)
+    speaker = FakeDecoder(repeat=2400)
+    decoder = await services.decoder(ar, lambda: speaker, max_unread=3.0)
+    async with Pipeline.connect(ar.endpoint) as pipeline:
+        async with pipeline.submit("a b c") as stream:
+            chunks = [await anext(stream)]
+            draining = [asyncio.ensure_future(part.drain()) for part in (ar, decoder)]
+            await nothing_is_left(decoder)
+            await asyncio.sleep(1.2)  # it must wait longer than anybody needs to look
+            assert not any(one.done() for one in draining)
+            chunks += [chunk async for chunk in stream]
+        assert speaker.indices(chunks) == [ord(c) for c in "abc" for _ in range(20)]
+        async with asyncio.timeout(5):
+            await asyncio.gather(*draining)
+        assert not len(ar)
+
+
 @pytest.fixture
 async def stuck(services: Services, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An AR service that does not answer how it cuts a text, until it is let go."""
