@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -194,8 +195,9 @@ def contents(ar: ARService, decoders: list[DecoderService]) -> dict[str, int]:
 
 
 def level() -> tuple[float, int]:
-    """Resident memory in MB and open files of this process."""
+    """Resident memory in MB and open files of this process, which the clients are in too."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free, but not given back, is no leak
     process = psutil.Process()
     return process.memory_info().rss / 1e6, process.num_fds()
 
@@ -239,7 +241,8 @@ async def test_nothing_is_left_of_clients_that_vanish(
     print(f"{dict(made)}, MB: {memory}, files: {files}")  # noqa: T201  for who runs it with -s
     assert set(made) == {"abort", "close", "drop", "cut", "stay away"}
     assert files[-1] <= files[0]
-    assert growth is None or memory[-1] < memory[0] * growth
+    # Of the start, once a quarter has filled what remembers its last thousand.
+    assert growth is None or memory[-1] < memory[1] * growth
     # And they serve as before.
     async with Pipeline.connect(ar.endpoint) as pipeline:
         assert (await pipeline.submit("a").finished()).output_tokens == len(SCRIPT.ids)
