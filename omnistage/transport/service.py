@@ -42,6 +42,7 @@ CUT_SECONDS: Final = 0.5
 CLIENT_SECONDS: Final = 10.0
 """And one that is connected and says nothing: applications do block their event loop."""
 _LINGER_MS: Final = 200  # for the last words; a peer that is gone takes all of it
+_CUT_OFF: Final = "its connection was cut"
 MAX_CLIENTS: Final = 4096
 MAX_MALFORMED: Final = 100
 """Messages that are none; whoever sends more is not listened to."""
@@ -149,7 +150,7 @@ class ServiceServer:
             if client is not None and error.errno == zmq.EAGAIN:
                 # A thousand messages unread. It misses one now, and must not think that it does
                 # not; later, for whoever sends is not ready to be told.
-                self._loop.call_soon(self._lose, client)
+                self._loop.call_soon(self._lose, client, "it does not read")
             elif client is not None and client.cut_at is None:
                 client.cut_at = time.monotonic()
                 self._loop.call_later(CUT_SECONDS, self._on_cut, client)
@@ -172,7 +173,7 @@ class ServiceServer:
             self._on_greet(identity, client, message)
         elif isinstance(message, Farewell):
             if client is not None:
-                self._lose(client)
+                self._lose(client, "it said farewell")
         elif client is None:
             self._send(identity, Stranger(PROTOCOL_VERSION))
         else:
@@ -191,7 +192,7 @@ class ServiceServer:
         client = self.clients.get(identity)
         if count >= MAX_MALFORMED and client is not None:
             log.error("client %s sends what is no message; not listening to it any more", client)
-            self._lose(client)
+            self._lose(client, "malformed messages")
 
     def _on_greet(self, identity: bytes, client: Client | None, greeting: Greet) -> None:
         if (refusal := self._refusal(identity, greeting)) is not None:
@@ -206,7 +207,7 @@ class ServiceServer:
         except OmniStageError as error:
             self._send(identity, Refuse(PROTOCOL_VERSION, error.message))
             if known:
-                self._lose(client)
+                self._lose(client, error.message)
             else:
                 del self.clients[identity]
             return
@@ -237,9 +238,12 @@ class ServiceServer:
         self._schedule()
         for client in list(self.clients.values()):
             self.send(client, Beat(PROTOCOL_VERSION))
-            cut = client.cut_at is not None and now - client.cut_at > CUT_SECONDS
-            if not late and (cut or now - client.heard > CLIENT_SECONDS):
-                self._lose(client)
+            if late:
+                continue
+            if client.cut_at is not None and now - client.cut_at > CUT_SECONDS:
+                self._lose(client, _CUT_OFF)
+            elif now - client.heard > CLIENT_SECONDS:
+                self._lose(client, f"silent for {CLIENT_SECONDS:g} s")
 
     def _on_cut(self, client: Client) -> None:
         """Let go of a client that has not come again, without waiting for the next beat."""
@@ -247,11 +251,11 @@ class ServiceServer:
             return
         over = time.monotonic() - client.cut_at - CUT_SECONDS
         if -0.01 < over < BEAT_SECONDS:  # of this cut, and in time: else what it said is not read
-            self._lose(client)
+            self._lose(client, _CUT_OFF)
 
-    def _lose(self, client: Client) -> None:
+    def _lose(self, client: Client, why: str) -> None:
         if self.clients.pop(client.identity, None) is not None:
-            log.info("client %s is gone, %d are left", client, len(self.clients))
+            log.info("client %s is gone (%s), %d are left", client, why, len(self.clients))
             self._handler.on_gone(client)
 
 

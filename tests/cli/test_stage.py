@@ -189,7 +189,7 @@ def test_a_decoder_that_stands_still_fails_its_requests_and_is_used_again(
     healthy.decoder.program.send_signal(signal.SIGSTOP)
     try:
         assert client.end() == 1
-        assert "does not answer" in client.err
+        assert "was cut" in " ".join(client.err.split())
     finally:
         healthy.decoder.program.send_signal(signal.SIGCONT)
     assert spoken(healthy.speak("Hello world."))["finish_reason"] == "stop"
