@@ -262,6 +262,7 @@ def _wire(vllm_config: Any, config: ARStageConfig, control: str, directory: Path
         raise ConfigError(
             f"{ranks} data-parallel ranks cannot share {config.bind}; use port 0", stage=config.name
         )
+    takes_rows = give_rows(vllm_config, config)
     scheduler = vllm_config.scheduler_config
     kind = "OmniARAsyncScheduler" if scheduler.async_scheduling else "OmniARScheduler"
     scheduler.scheduler_cls = f"omnistage.core.scheduler.{kind}"
@@ -272,11 +273,9 @@ def _wire(vllm_config: Any, config: ARStageConfig, control: str, directory: Path
         owner_pid=os.getpid(),
         keys=load_keys(config.keys),
     )
+    channels = {AUDIO: config.processor}
     wiring = Wiring(
-        stage=config.name,
-        channels={AUDIO: config.processor},
-        publisher=publisher,
-        takes_rows=give_rows(vllm_config, config),
+        stage=config.name, channels=channels, publisher=publisher, takes_rows=takes_rows
     )
     items: Any = vllm_config.additional_config or {}
     vllm_config.additional_config = WiredConfig(items, wiring)
@@ -297,8 +296,12 @@ def attach(vllm_config: Any, config: ARStageConfig) -> None:
         )
     check_bind(config.bind, load_keys(config.keys))
     directory = Path(tempfile.mkdtemp(prefix="omni-"))
-    _wire(vllm_config, config, ipc_endpoint(directory), directory)
-    weakref.finalize(vllm_config, _remove, directory, os.getpid())
+    removal = weakref.finalize(vllm_config, _remove, directory, os.getpid())
+    try:
+        _wire(vllm_config, config, ipc_endpoint(directory), directory)
+    except ConfigError:
+        removal()
+        raise
 
 
 def adopt(llm: AsyncLLM, config: ARStageConfig) -> tuple[Engine, WiredConfig]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import tempfile
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -390,8 +392,43 @@ async def test_drafts_that_were_rejected_have_no_rows() -> None:
         llm.shutdown()
 
 
-async def test_an_engine_that_cannot_give_rows_does_not_start() -> None:
+async def test_an_engine_that_cannot_give_rows_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     config = ARStageConfig(model=str(CHECKPOINT), processor=HiddenStates())
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ConfigError, match="speculation under async scheduling"):
         make_llm(config, "async", "mp", speculative_config=drafts)
+    assert not list(tmp_path.glob("omni-*"))
+
+
+async def test_of_two_tensor_parallel_ranks_one_gives_each_row_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers may have one core
+    config = ARStageConfig(model=str(CHECKPOINT), processor=HiddenStates())
+    llm = make_llm(config, "sync", "mp", tensor_parallel_size=2)
+    try:
+        async with (
+            Pipeline(ar=config, decoder=None, llm=llm) as pipeline,
+            subscribe(pipeline.endpoints, subscriber="rows") as subscription,
+        ):
+            asked = [prompt(i, 40 + 30 * i) for i in range(3)]
+            streams = [
+                pipeline.submit(p, sampling={**GREEDY, "max_tokens": 30}, subscribers=["rows"])
+                for p in asked
+            ]
+            running = [asyncio.ensure_future(stream.finished()) for stream in streams]
+            taken = Reader()
+            async for update in subscription:
+                taken.take(update)
+                if all(taken.end(stream.request_id).is_set() for stream in streams):
+                    break
+            await asyncio.gather(*running)
+            for p, stream in zip(asked, streams, strict=True):
+                check(p, taken.ids[stream.request_id], taken.rows(stream.request_id))
+            answers = await llm_of(pipeline).engine_core.call_utility_async("omnistage_workers")
+            assert [bool(Workers(*answer).built) for answer in answers] == [True, False]
+    finally:
+        llm.shutdown()
