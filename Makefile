@@ -7,7 +7,7 @@ ROUNDS ?= 20
 TOKENS ?= 128
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types contract cases bench soak talker talker-eval check clean
+.PHONY: help setup demo test lint types contract cases bench soak faults talker talker-eval check clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s%s\n", $$1, $$2}' Makefile
@@ -41,6 +41,9 @@ bench: setup ## tokens per second and delivery cost beside stock vLLM; benchmark
 soak: setup ## the tests marked slow, and the contract in full
 	$(PYTEST) -m slow --timeout=0 || [ $$? -eq 5 ] # 5: no test is marked
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.contract --long
+
+faults: setup ## kill, stop and freeze each process of running services; writes docs/faults.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.faults
 
 talker: setup ## train the talker anew into .cache/talker/export; hours, and goes on if stopped
 	$(BIN)/python -m tools.talker all

@@ -64,7 +64,7 @@ def serve_metrics(
         ConfigError: What is no address.
         StartupError: It is taken, or not of this host.
     """
-    host, port = _parse(address)
+    host, port = parse_address(address)
     try:
         listener = socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -74,7 +74,12 @@ def serve_metrics(
     return MetricsServer(listener, health, registry)
 
 
-def _parse(address: str) -> tuple[str, int]:
+def parse_address(address: str) -> tuple[str, int]:
+    """The host and port of ``HOST:PORT``, or of a port alone, which is the loopback interface's.
+
+    Raises:
+        ConfigError: It is neither.
+    """
     host, _, port = address.rpartition(":")
     if not (port.isascii() and port.isdecimal() and int(port) < 2**16):
         raise ConfigError(f"an address of metrics is HOST:PORT or PORT, got {address!r}")

@@ -13,7 +13,7 @@ from omnistage.errors import ConfigError, InvalidRequest, StageClosed
 from omnistage.metrics import RequestMetrics, default_metrics
 from omnistage.monitoring import Health as Health
 from omnistage.request import ChunkPolicy, StageInput, check_name, check_text
-from omnistage.services.remote_ar import RemoteRoute
+from omnistage.services.remote_ar import RemoteARStage, RemoteRoute
 from omnistage.stages.ar import ARStage
 from omnistage.stages.base import settled
 from omnistage.stages.branch import Branch
@@ -144,12 +144,16 @@ class Pipeline:
         names = [decoders] if isinstance(decoders, str) else list(decoders)
         for name in names:
             check_name(name, "a decoder's name")
+            if names.count(name) > 1:
+                raise ConfigError(f"two decoders are named {name!r}; those share the requests")
         _check_seconds(within, "within")
         client = f"client-{secrets.token_hex(8)}"
         pipeline = cls.__new__(cls)
         pipeline._set_up(
             lambda endpoints: [
-                RemoteRoute(endpoints, service, client=client, roles=names, within=within)
+                RemoteRoute(
+                    RemoteARStage(endpoints, service, client=client, roles=names, within=within)
+                )
                 for service in dict.fromkeys(services)
             ],
             keys,

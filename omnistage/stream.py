@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import warnings
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
+import anyio
 import numpy as np
 
 from omnistage.errors import (
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from omnistage.stages.route import RequestBranch
 
 log = logging.getLogger(__name__)
+
+_FAILED_SECONDS: Final = 1.0
+"""For the stages to let go of a request that failed, before its caller hears of that."""
 
 
 class Stream:
@@ -63,7 +68,13 @@ class Stream:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self.abort()
+        if error is None or error is not self._request.error:
+            await self.abort()
+            return
+        # It says what went wrong, perhaps that a stage stands still: no reason to wait for that one
+        # with it, nor to say instead that it does not let go.
+        with anyio.move_on_after(_FAILED_SECONDS), contextlib.suppress(OmniStageError):
+            await self.abort()
 
     def __aiter__(self) -> AsyncIterator[AudioChunk]:
         return self
@@ -188,12 +199,18 @@ class Submission:
         self._route: tuple[AutoregressiveStage, Sequence[RequestBranch]] | None = None
         self._news = asyncio.Event()
         self._error: OmniStageError | None = None
+        self._splitting: asyncio.Future[Sequence[StageInput]] | None = None
         self._pieces: deque[StageInput] = deque()
         self._takes: deque[Take] = deque()  # the last one may run, those before it wait to be read
         self._usages: dict[int, Usage] = {}  # by piece; they may end in another order
         self._indices: dict[str, int] = {}  # chunks given, by decoder
         self._started_takes = 0
         self._last_stage = ""
+
+    @property
+    def error(self) -> OmniStageError | None:
+        """What it failed with, if it did."""
+        return self._error
 
     @property
     def sample_rate(self) -> int:
@@ -222,9 +239,13 @@ class Submission:
         if self._timeout is not None:
             self._timer = self._loop.call_later(self._timeout, self._on_timeout)
         try:
-            pieces = await ar.split(self._input)
+            # On its own, for its end may be another process's, and this request's must not wait.
+            self._splitting = asyncio.ensure_future(ar.split(self._input))
+            (pieces,) = await asyncio.gather(self._splitting, return_exceptions=True)
             if self._error is not None:  # meanwhile
                 return
+            if isinstance(pieces, BaseException):
+                raise pieces
             self._pieces.extend(pieces)
             if not self._pieces:
                 raise InvalidRequest("the input adapter made no request of it", parameter="prompt")
@@ -353,6 +374,8 @@ class Submission:
         self.over = True
         if self._timer is not None:
             self._timer.cancel()
+        if self._splitting is not None:
+            self._splitting.cancel()
         self._running.pop(self.request_id, None)
         self._news.set()
 

@@ -80,7 +80,9 @@ class Take:
         try:
             for branch in self._branches:
                 part = _Part(self, branch)
-                consumers.append(branch.open(request.request_id, part, after=request.after))
+                consumers.append(
+                    branch.open(request.request_id, part, after=request.after, more=request.more)
+                )
                 self._parts.append(part)
             consumers += request.consumers
             request = replace(request, consumers=tuple(consumers), final_stage=not consumers)
@@ -97,15 +99,17 @@ class Take:
 
     def fail(self, error: OmniStageError) -> None:
         """End it with ``error`` unless it is over, and abort it in every stage."""
-        if self.over:
-            return
-        self.error = error
-        self._chunks.clear()
+        was_over = self.over
+        if not was_over:
+            self.error = error
+            self._chunks.clear()
+        # In any case: they may wait for what would continue this one.
         for part in self._parts:
             part.branch.drop(self._request_id)
         if self._ar is not None:
             self._ar.fail(error)
-        self._end()
+        if not was_over:
+            self._end()
 
     async def abort(self) -> None:
         """Return when the stages have let go; :meth:`fail` comes first and makes them."""

@@ -22,6 +22,8 @@ SPEECH: Final = "speech"
 AUDIO_TENSOR: Final = "audio"
 """Name of the tensor that a chunk of audio is: float32, [samples], first row its first sample."""
 MAX_MESSAGE_BYTES: Final = 16 << 20
+MAX_PUBLISHERS: Final = 64
+"""Of a decoder service, which has one: each client opens two sockets for each."""
 
 
 class DecoderInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -36,6 +38,9 @@ class DecoderInfo(msgspec.Struct, frozen=True, array_like=True):
         codec: See :class:`ARInfo`.
         codebooks: Ids a frame that it takes.
         max_unread: Seconds of audio that it lets a client leave unread.
+
+    Raises:
+        ValueError: A field out of range.
     """
 
     name: str
@@ -46,6 +51,12 @@ class DecoderInfo(msgspec.Struct, frozen=True, array_like=True):
     codec: str = ""
     codebooks: int = 0
     max_unread: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.publishers) <= MAX_PUBLISHERS:
+            raise ValueError(f"a decoder has 1 to {MAX_PUBLISHERS} publishers")
+        if self.sample_rate < 1 or self.codebooks < 0 or not self.max_unread > 0:
+            raise ValueError("a decoder's sample_rate and max_unread are positive numbers")
 
 
 class ARInfo(msgspec.Struct, frozen=True, array_like=True):

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from omnistage import wire
+from omnistage import wire, wire_services
 from tests.golden.messages import BUFFER, FOLDER, MESSAGES, Message, listing
 
 NAMES = list(MESSAGES)
@@ -22,6 +22,8 @@ def decoder(name: str) -> Callable[[bytes], Message]:
         return wire.decode_data
     if isinstance(message, wire.Admission):
         return wire.decode_admission
+    if isinstance(message, wire_services.ServiceMessage):
+        return wire_services.decode_service
     return wire.decode_control if isinstance(message, wire.ControlMessage) else wire.decode_delivery
 
 
@@ -69,7 +71,12 @@ def test_the_shortest_form_is_read_too() -> None:
 
 def test_every_kind_has_a_file_and_every_file_a_kind() -> None:
     kinds = {type(message) for message in MESSAGES.values()}
-    unions = (wire.DataMessage, wire.ControlMessage, wire.DeliveryMessage)
+    unions = (
+        wire.DataMessage,
+        wire.ControlMessage,
+        wire.DeliveryMessage,
+        wire_services.ServiceMessage,
+    )
     assert {kind for union in unions for kind in union.__args__} | {wire.Admission} <= kinds
     assert {path.name for path in FOLDER.iterdir()} == {*NAMES, "data.0.buffer", "README.md"}
     assert (FOLDER / "data.0.buffer").read_bytes() == BUFFER

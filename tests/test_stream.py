@@ -16,6 +16,7 @@ from omnistage import DecoderStageConfig, Pipeline, StageInput
 from omnistage.errors import (
     ConfigError,
     DeadlineExceeded,
+    DecoderError,
     InvalidRequest,
     OmniStageError,
     ServerError,
@@ -285,6 +286,16 @@ async def test_a_stage_that_does_not_release_is_named_in_bounded_time(
         with pytest.raises(DeadlineExceeded, match="did not let go") as late:
             await stream.abort()
         assert late.value.stage == "stops"
+
+
+async def test_what_went_wrong_does_not_wait_for_a_stage_that_does_not_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("omnistage.stream._FAILED_SECONDS", 0.1)
+    stages = [lambda: Stops("never releases")]
+    async with pipeline(lambda: FakeDecoder(fails_on=ord("x")), then=stages) as running:
+        with pytest.raises(DecoderError):
+            await running.submit("one x").finished()
 
 
 @pytest.mark.parametrize("arguments", [{"decoder": "x"}, {"decoder": [None]}, {"ar": 5}])

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import logging
 import sys
+import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,7 @@ from omnistage.errors import (
     UnsupportedEnvironment,
 )
 from omnistage.models import load_preset
-from omnistage.monitoring import Health, MetricsServer, serve_metrics
+from omnistage.monitoring import Health, MetricsServer, parse_address, serve_metrics
 from omnistage.services.ar import ARService
 from omnistage.services.decoder import DecoderService
 from omnistage.services.process import host
@@ -124,6 +125,8 @@ def _run(make: Callable[[], Callable[[Endpoints], Service]], options: Options) -
 
         try:
             check_bind(options.bind, load_keys(options.keys))
+            if options.metrics is not None:
+                parse_address(options.metrics)  # now: an engine takes minutes to start
             return asyncio.run(
                 host(make(), keys=options.keys, drain_seconds=options.drain, on_ready=ready)
             )
@@ -143,7 +146,11 @@ def _health(service: Service) -> Health:
 
 
 def _report(service: Service, monitor: MetricsServer | None, *, json: bool) -> None:
-    """Say where it listens, on standard output: who starts the others reads it there."""
+    """Say where it listens, on standard output: who starts the others reads it there.
+
+    Raises:
+        StartupError: It cannot be written there.
+    """
     told = {"stage": service.name, "endpoint": service.endpoint}
     if monitor is not None:
         told["metrics"] = f"http://{monitor.address}/metrics"
@@ -152,8 +159,15 @@ def _report(service: Service, monitor: MetricsServer | None, *, json: bool) -> N
     else:
         ready = f"stage {service.name} is ready at {service.endpoint}"
         ready += "" if monitor is None else f", metrics at http://{monitor.address}/metrics"
-    sys.stdout.write(ready + "\n")
-    sys.stdout.flush()
+    try:
+        if sys.stdout is None:
+            raise OSError("it is closed")
+        sys.stdout.write(ready + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        raise StartupError(
+            f"where the stage listens is said on standard output, which fails: {error}"
+        ) from error
 
 
 def _load(reference: str, kind: type[_Config]) -> _Config:
@@ -170,9 +184,17 @@ def _load(reference: str, kind: type[_Config]) -> _Config:
         found = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
+        made = found() if callable(found) else found
+    except OmniStageError:
+        raise
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--config {reference}: {error}") from error
-    made = found() if callable(found) else found
+    except Exception as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        raise ConfigError(
+            f"--config {reference} raised {type(error).__name__}: {error} "
+            f"({last.filename}:{last.lineno})"
+        ) from error
     if not isinstance(made, kind):
         raise ConfigError(f"--config {reference} is no {kind.__name__} but {made!r}")
     return made

@@ -34,5 +34,7 @@ def prepare() -> None:
 
 def complain(console: Console, error: Exception | str, code: int) -> int:
     """Say what went wrong and return the exit code."""
-    console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+    console.print(
+        f"[red]error:[/red] {escape(str(error))}", emoji=False, highlight=False, soft_wrap=True
+    )
     return code

@@ -22,6 +22,7 @@ from omnistage.errors import (
 )
 from omnistage.metrics import ServiceMetrics, default_metrics
 from omnistage.request import StageRequest, check_name
+from omnistage.transport.endpoints import check_endpoint
 from omnistage.transport.service import ServiceServer
 from omnistage.wire import PROTOCOL_VERSION
 from omnistage.wire_services import (
@@ -82,7 +83,7 @@ class ARService:
         self._server: ServiceServer | None = None
         self._running: dict[str, tuple[Client, RunningRequest]] = {}
         self._awaited: dict[str, Client] = {}  # requests that are over and will be continued
-        self._continued: set[str] = set()  # those that run and have been already
+        self._continued: set[str] = set()  # those that run, and after which nothing is awaited
         self._decoders: dict[bytes, DecoderInfo] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -168,7 +169,7 @@ class ARService:
         if decoder is None:
             self._decoders.pop(client.identity, None)
         else:
-            self._check(decoder)
+            self._check(decoder, client.greeting.name)
             self._decoders[client.identity] = decoder
         if known != decoder:
             log.info("decoder %s: %s", client, "left" if decoder is None else "joined")
@@ -205,9 +206,13 @@ class ARService:
             if owner is client:
                 running.fail(StreamClosed("the client that submitted the request is gone"))
 
-    def _check(self, decoder: DecoderInfo) -> None:
+    def _check(self, decoder: DecoderInfo, name: str) -> None:
         check_name(decoder.name, "a decoder's name")
         check_name(decoder.subscriber, "a subscriber id")
+        if decoder.subscriber != name:
+            raise ConfigError(f"{name!r} must subscribe under its own name")
+        for endpoint in (decoder.service, *decoder.publishers):
+            check_endpoint(endpoint)
         for other in self._decoders.values():
             if other.name == decoder.name and other.sample_rate != decoder.sample_rate:
                 raise ConfigError(
@@ -253,10 +258,14 @@ class ARService:
             self._send(client, Done.of(request_id, outcome))
 
         after = message.after or ""
+        if client not in {self._awaited.get(after), self._running.get(after, (None,))[0]}:
+            after = ""  # somebody else's, or unknown
         continues = after in self._running or after in self._awaited
         if self._awaited.pop(after, None) is None and continues:
             self._continued.add(after)  # its last update was faster than its outcome
         try:
+            if message.reply != client.greeting.name:
+                raise InvalidRequest("a request's audio goes to the client that submits it")
             if (closed := self.closed) is not None and not (continues and self._draining):
                 raise closed
             if request_id in self._running:
@@ -291,6 +300,7 @@ class ARService:
             self._idle.set()
         fault = None
         if running is not None and owner is client:
+            self._continued.add(request_id)  # by nothing; it may have just ended all the same
             try:
                 await running.abort()
             except OmniStageError as error:
@@ -303,6 +313,10 @@ class ARService:
             answer = Pieces(PROTOCOL_VERSION, message.call, tuple(map(Input.of, pieces)))
         except OmniStageError as error:
             answer = Pieces(PROTOCOL_VERSION, message.call, fault=Fault.of(error))
+        except Exception as error:
+            log.exception("an input of client %s could not be cut", client)
+            failure = ServerError(f"cutting the input raised {type(error).__name__}: {error}")
+            answer = Pieces(PROTOCOL_VERSION, message.call, fault=Fault.of(failure))
         self._send(client, answer)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -8,6 +8,7 @@ import os
 import secrets
 from typing import TYPE_CHECKING, Final
 
+import anyio
 from anyio import to_thread
 
 from omnistage.config import AUDIO
@@ -42,7 +43,8 @@ log = logging.getLogger(__name__)
 
 _SECONDS: Final = 10.0  # for each step of the start, and of the end
 _RETRY_SECONDS: Final = 1.0
-_CONTINUED_SECONDS: Final = 1.0
+_LOOK_SECONDS: Final = 1.0
+_REMEMBERED: Final = 1024
 
 
 class DecoderService:
@@ -83,6 +85,7 @@ class DecoderService:
         self._server: ServiceServer | None = None
         self._info: DecoderInfo | None = None
         self._aborts: set[asyncio.Task[None]] = set()
+        self._aborted: dict[tuple[str, str], None] = {}  # the latest: (client, request id)
         self._metrics = ServiceMetrics(default_metrics(), config.name)
         self._draining = False
         self._idle = asyncio.Event()
@@ -161,14 +164,12 @@ class DecoderService:
         """Leave the AR service's list and wait for the requests that are here."""
         self._draining = True
         self._upstream.leave()
-        while True:
-            while self._outlets:
-                self._idle.clear()
+        # A client that has read that we are listed no more leaves, unless it has a text to go on
+        # with; without the AR service none can.
+        while self._outlets or (self._upstream.up and self._server and self._server.clients):
+            self._idle.clear()
+            with anyio.move_on_after(_LOOK_SECONDS):
                 await self._idle.wait()
-            # A request that continues one of those may be on its way.
-            await asyncio.sleep(_CONTINUED_SECONDS)
-            if not self._outlets:
-                return
 
     async def aclose(self) -> None:
         """Fail what is open, tell the clients, and give everything back. Idempotent."""
@@ -207,12 +208,15 @@ class DecoderService:
     def on_gone(self, client: Client) -> None:
         """Decode no more for it."""
         self._lose(client.greeting.name)
+        self._idle.set()
 
     def _begin(self, update: Update) -> None:
         """Take a request, with its first update."""
         start = update.start
         if start is None or not start.reply or self._out is None:
             return
+        if (start.reply, update.request_id) in self._aborted:
+            return  # the abort was faster than the first update
         try:
             client = check_name(start.reply, "a client's name")
             outlet = Outlet(
@@ -236,6 +240,9 @@ class DecoderService:
 
     async def _abort(self, client: Client, request_id: str) -> None:
         outlet = self._outlets.get(request_id)
+        self._aborted[client.greeting.name, request_id] = None
+        if len(self._aborted) > _REMEMBERED:
+            del self._aborted[next(iter(self._aborted))]
         fault = None
         if outlet is None or outlet.client == client.greeting.name:
             self._drop(request_id)
@@ -306,6 +313,11 @@ class _Upstream:
         """Whether the service lists us."""
         link = self._link
         return link is not None and link.up and link.greeting.decoder is not None
+
+    @property
+    def up(self) -> bool:
+        """Whether the service answers."""
+        return self._link is not None and self._link.up
 
     async def join(self, info: DecoderInfo) -> None:
         """Introduce ourselves, subscribe, and be listed.

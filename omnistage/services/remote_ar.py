@@ -291,11 +291,9 @@ class RemoteRequest:
             DeadlineExceeded: It has not in time.
             OmniStageError: Aborting failed there.
         """
-        if self._gone.is_set() and self._fault is None:
-            if self._more:
-                self._stage.abort(self.request_id)  # nothing will continue it
-            return
         self._abort()
+        if self._gone.is_set() and self._fault is None:
+            return
         try:
             async with asyncio.timeout(_RELEASE_SECONDS):
                 await self._gone.wait()
@@ -336,6 +334,9 @@ class RemoteRequest:
         self._end()
 
     def _abort(self) -> None:
+        if self._gone.is_set() and self._more:
+            self._stage.abort(self.request_id)  # nothing will continue it
+            self._more = False
         if self._aborting or self._gone.is_set():
             return
         self._aborting = True
@@ -357,25 +358,13 @@ class RemoteRoute:
     """An AR service with its decoder services, as a pipeline has stages of its own.
 
     Args:
-        endpoints: This process's sockets.
-        endpoint: The AR service's.
-        client: See :class:`RemoteARStage`.
-        roles: See :class:`RemoteARStage`.
-        within: See :class:`RemoteARStage`.
+        ar: The AR service.
     """
 
-    def __init__(
-        self,
-        endpoints: Endpoints,
-        endpoint: str,
-        *,
-        client: str,
-        roles: Sequence[str],
-        within: float,
-    ) -> None:
-        self.ar = RemoteARStage(endpoints, endpoint, client=client, roles=roles, within=within)
-        self.branches = self.ar.branches
-        self.stages = [self.ar]
+    def __init__(self, ar: RemoteARStage) -> None:
+        self.ar = ar
+        self.branches = ar.branches
+        self.stages = [ar]
 
     async def start(self) -> None:
         """See :meth:`RemoteARStage.start`."""

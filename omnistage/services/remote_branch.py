@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 _RELEASE_SECONDS: Final = 10.0
 _SUBSCRIBE_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
-_CONTINUED_SECONDS: Final = 2.0
-"""How long a decoder that is listed no more may get what continues its last request."""
+_LEAVE_SECONDS: Final = 0.5
+"""How long a decoder may be listed no more, if only its own connection was cut."""
 _REMEMBERED: Final = 1024
 
 
@@ -66,7 +66,7 @@ class RemoteBranch:
     @property
     def replicas(self) -> list[_Replica]:
         """Those that a request can go to."""
-        return [replica for replica in self._replicas.values() if replica.available]
+        return [replica for replica in list(self._replicas.values()) if replica.available]
 
     @property
     def sample_rate(self) -> int:
@@ -85,11 +85,11 @@ class RemoteBranch:
         return min((r.info.max_unread for r in self._replicas.values()), default=30.0)
 
     def open(
-        self, request_id: str, sink: PacedSink, *, after: str | None = None
+        self, request_id: str, sink: PacedSink, *, after: str | None = None, more: bool = False
     ) -> tuple[str, str]:
         """Choose the decoder that has the fewest requests of ours, for the request's whole life.
 
-        One that continues another stays with that one's decoder, also while it drains.
+        One that continues another stays with that one's decoder, which waits for it as it drains.
 
         Raises:
             StageClosed: There is none.
@@ -97,11 +97,15 @@ class RemoteBranch:
         former = self._of.get(after or "") or self._past.get(after or "")
         replica = former if former is not None and former.up else self._choose()
         replica.open(request_id, sink)
+        self._expect_no_more_after(after)
+        if more:
+            replica.expected.add(request_id)
         self._of[request_id] = replica
         return AUDIO, replica.info.subscriber
 
     def drop(self, request_id: str) -> None:
         """Forget a request: its sink is not called again. Idempotent."""
+        self._expect_no_more_after(request_id)
         replica = self._of.get(request_id)
         if replica is not None and not replica.drop(request_id):
             del self._of[request_id]
@@ -140,6 +144,12 @@ class RemoteBranch:
                     self._replicas[subscriber] = _Replica(self, self._endpoints, info)
                 except OmniStageError as error:
                     log.warning("decoder %s cannot be used: %s", subscriber, error)
+
+    def _expect_no_more_after(self, request_id: str | None) -> None:
+        for replica in list(self._replicas.values()):
+            if request_id in replica.expected:
+                replica.expected.remove(request_id)
+                replica.leave_if_done()
 
     def _choose(self) -> _Replica:
         replicas = self.replicas
@@ -205,6 +215,7 @@ class _Replica:
     def __init__(self, branch: RemoteBranch, endpoints: Endpoints, info: DecoderInfo) -> None:
         self.info = info
         self.listed = True
+        self.expected: set[str] = set()  # requests that others will continue
         self._branch = branch
         self._open: dict[str, _Open] = {}
         self._aborting: dict[str, asyncio.Event] = {}
@@ -346,6 +357,7 @@ class _Replica:
             )
         for request_id in list(self._aborting):
             self._released(request_id)
+        self.expected.clear()
 
     def _forget(self, request_id: str) -> None:
         del self._open[request_id]
@@ -354,12 +366,17 @@ class _Replica:
 
     def leave_if_done(self) -> None:
         """Close, after a while, if it is listed no more and has nothing of ours."""
-        if not self.listed and not self._open and not self._closed:
+        if self._is_done:
             loop = asyncio.get_running_loop()
-            loop.call_later(_CONTINUED_SECONDS if self.up else 0.0, self._leave)
+            loop.call_later(_LEAVE_SECONDS if self.up else 0.0, self._leave)
+
+    @property
+    def _is_done(self) -> bool:
+        mine = self._open or self._aborting or self.expected
+        return not (self.listed or mine or self._closed)
 
     def _leave(self) -> None:
-        if not self.listed and not self._open and not self._closed:
+        if self._is_done:
             self._branch.remove(self)
 
     def _released(self, request_id: str) -> None:
@@ -367,3 +384,4 @@ class _Replica:
         if aborting is not None:
             aborting.set()
             self._branch.let_go(request_id)
+            self.leave_if_done()

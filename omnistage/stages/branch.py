@@ -91,7 +91,7 @@ class Branch:
         await self.decoder.subscribe(publishers, self.name, within=within, upstream=upstream)
 
     def open(
-        self, request_id: str, sink: PacedSink, *, after: str | None = None
+        self, request_id: str, sink: PacedSink, *, after: str | None = None, more: bool = False
     ) -> tuple[str, str]:
         """Expect a request's updates; must be called before it is submitted.
 
@@ -99,6 +99,7 @@ class Branch:
             request_id: Internal id.
             sink: Receives its audio.
             after: The request that it continues, which makes no difference here.
+            more: Whether another one will continue it, which makes none either.
 
         Returns:
             The (channel, subscriber id) that they must be published to.

@@ -35,9 +35,9 @@ class RequestBranch(Protocol):
         ...
 
     def open(
-        self, request_id: str, sink: PacedSink, *, after: str | None = None
+        self, request_id: str, sink: PacedSink, *, after: str | None = None, more: bool = False
     ) -> tuple[str, str]:
-        """Expect a request, perhaps one that continues another.
+        """Expect a request, perhaps one that continues another, or that another will continue.
 
         Returns:
             The (channel, subscriber id) to publish its updates to.

@@ -34,7 +34,9 @@ IPC: Final = "ipc"
 HIGH_WATER_MARK: Final = 1000
 LINGER_MS: Final = 1000
 
-_LOCK: Final = "lock"
+_LOCK: Final = ".omnistage-lock"
+"""No other program's: whatever has a file of this name, and nobody who holds it, is removed."""
+_LONGEST_ENDPOINT: Final = 512  # a name of DNS has 253 characters
 _MAX_IPC_PATH: Final = 107  # sun_path holds 108 bytes, its terminator included
 _LONGEST_NAME: Final = 37  # vLLM's own sockets are there too: a slash and a UUID
 
@@ -112,7 +114,9 @@ def _make_directory(parent: Path | None) -> tuple[Path, int]:
 def _sweep(parent: Path) -> None:
     for found in parent.glob("omni-*"):
         with contextlib.suppress(OSError):  # another user's, or another process is faster
-            lock = os.open(found / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+            if found.is_symlink() or found.stat().st_uid != os.geteuid():
+                continue
+            lock = os.open(found / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(found, ignore_errors=True)
@@ -179,14 +183,15 @@ def check_endpoint(endpoint: object) -> str:
     Raises:
         ConfigError: It is neither ``ipc://PATH`` nor ``tcp://HOST:PORT``.
     """
-    if isinstance(endpoint, str):
+    if isinstance(endpoint, str) and len(endpoint) <= _LONGEST_ENDPOINT:
         _, _, rest = endpoint.partition("://")
         host, _, port = rest.rpartition(":")
+        is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 2**16
         if endpoint.startswith("ipc://") and rest:
             return endpoint
-        if endpoint.startswith("tcp://") and host and port.isdigit() and 0 < int(port) < 65536:
+        if endpoint.startswith("tcp://") and host and is_port:
             return endpoint
-    raise ConfigError(f"an endpoint is ipc://PATH or tcp://HOST:PORT, got {endpoint!r}")
+    raise ConfigError(f"an endpoint is ipc://PATH or tcp://HOST:PORT, got {endpoint!r:.200}")
 
 
 def is_local(endpoint: str) -> bool:

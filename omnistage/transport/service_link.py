@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 SILENT_SECONDS: Final = 5.0
 """A service that is connected and says nothing for so long is down: its event loop stands still."""
-RECONNECT_SECONDS: Final = 0.5
-"""A service to which the connection was cut is down if it has not answered by then."""
 
 
 class LinkHandler(Protocol):
@@ -84,6 +82,7 @@ class ServiceLink:
         self._answered = asyncio.Event()
         self._heard = self._due = time.monotonic()
         self._closed = False
+        self._lapsed = False  # it may still run what we have given up
         self._socket = endpoints.context.socket(zmq.DEALER)
         set_service_options(self._socket)
         self._socket.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))
@@ -98,8 +97,10 @@ class ServiceLink:
             connect(self._socket, endpoint, endpoints.curve)
         except zmq.ZMQError as error:
             self._socket.disable_monitor()
+            close_quietly(monitor)
             close_quietly(self._socket)
             raise ConfigError(f"cannot connect to {endpoint!r}: {error}") from error
+        self._events = monitor
         self._monitor = SocketReader(monitor, self._on_event)
         self._reader = SocketReader(self._socket, self._on_frames)
         self._timer = self._loop.call_soon(self._on_timer)
@@ -151,6 +152,8 @@ class ServiceLink:
             self._socket.send(raw, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             log.debug("service at %s cannot be reached: %s", self.endpoint, error)
+            # Later: whoever sends is not ready to be told.
+            self._loop.call_soon(self._down, f"the service at {self.endpoint} cannot be reached")
         self._reader.touch()
 
     def close(self) -> None:
@@ -164,6 +167,7 @@ class ServiceLink:
         self._reader.close()
         with contextlib.suppress(zmq.ZMQError):
             self._socket.disable_monitor()
+        close_quietly(self._events)  # which the line before does not
         close_quietly(self._socket)
 
     def _on_event(self, frames: list[bytes]) -> None:
@@ -171,26 +175,30 @@ class ServiceLink:
         if event & FAILED_HANDSHAKE:
             self._handshake = explain_handshake(event)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.send(Beat(PROTOCOL_VERSION) if self.up else self.greeting)
-        elif self.up:
-            # A process that was killed is noticed at once; one that was cut off has time to answer.
-            self._heard = min(self._heard, time.monotonic() - SILENT_SECONDS + RECONNECT_SECONDS)
-            self._timer.cancel()
-            self.send(Beat(PROTOCOL_VERSION))
-            self._schedule(RECONNECT_SECONDS + 0.05)
+            self._greet()
+        else:
+            # Also if it is back at once: what was on its way, in either direction, is lost.
+            self._down(f"the connection to the service at {self.endpoint} was cut")
 
-    def _schedule(self, seconds: float) -> None:
-        self._due = time.monotonic() + seconds
-        self._timer = self._loop.call_later(seconds, self._on_timer)
+    def _greet(self) -> None:
+        if self.up:
+            return
+        if self._lapsed:
+            self.send(Farewell(PROTOCOL_VERSION))
+        self.send(self.greeting)
+
+    def _schedule(self) -> None:
+        self._due = time.monotonic() + BEAT_SECONDS
+        self._timer = self._loop.call_later(BEAT_SECONDS, self._on_timer)
 
     def _on_timer(self) -> None:
         now = time.monotonic()
         late = now - self._due > BEAT_SECONDS  # our own loop stood still
-        self._schedule(BEAT_SECONDS)
+        self._schedule()
         if self.welcome is not None and not late and now - self._heard > SILENT_SECONDS:
             self._down(f"the service at {self.endpoint} does not answer")
         if self.welcome is None:
-            self.send(self.greeting)
+            self._greet()
         else:
             self.send(Beat(PROTOCOL_VERSION))
 
@@ -215,19 +223,19 @@ class ServiceLink:
         elif isinstance(message, Stranger):
             if self.welcome is not None:
                 self._down(f"the service at {self.endpoint} has forgotten us")
-                self.send(self.greeting)
+                self._greet()
         elif self.welcome is not None and not isinstance(message, Beat):
             self._handler.on_message(message)
 
     def _on_welcome(self, welcome: Welcome) -> None:
         if self.welcome is not None and self.welcome.epoch != welcome.epoch:
             self._down(f"the service at {self.endpoint} has restarted")
-        self.welcome, self.refused = welcome, None
+        self.welcome, self.refused, self._lapsed = welcome, None, False
         self._handler.on_up(welcome)
         self._answered.set()
 
     def _down(self, why: str) -> None:
-        if self.welcome is not None:
-            self.welcome = None
+        if self.welcome is not None and not self._closed:
+            self.welcome, self._lapsed = None, True
             log.warning("%s", why)
             self._handler.on_down(why)

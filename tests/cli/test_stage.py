@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.cli.sandbox import COMMAND, PATIENCE_SECONDS, Sandbox
@@ -20,7 +21,7 @@ from tests.examples.documents import ROOT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-LONG = "Please close the window before it starts to rain and bring the washing in. " * 8
+LONG = "Please close the window before it starts to rain and bring the washing in. " * 5
 
 
 class Process:
@@ -98,8 +99,9 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     try:
         services = Services(sandbox)
         yield services
-        assert services.decoder.end(signal.SIGTERM) == 0
-        assert services.ar.end(signal.SIGTERM) == 0
+        for process in (services.decoder, services.ar):
+            if process.program.poll() is None:  # a test may have stopped it last
+                assert process.end(signal.SIGTERM) == 0, process.err
         assert not sandbox.leftovers()
     finally:
         for process in sandbox.processes():
@@ -178,14 +180,36 @@ def test_a_stage_that_is_killed_fails_its_requests_and_can_be_replaced(
     assert spoken(healthy.speak("Hello world."))["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("stage", ["ar", "decoder"])
-def test_a_stage_that_is_told_to_stop_ends_what_runs(healthy: Services, stage: str) -> None:
+def test_a_decoder_that_stands_still_fails_its_requests_and_is_used_again(
+    healthy: Services,
+) -> None:
     client = healthy.speak(LONG)
     time.sleep(2.5)
     assert client.program.poll() is None, client.err
-    process: Process = getattr(healthy, stage)
-    assert process.end(signal.SIGTERM) == 0, process.err
-    assert spoken(client)["finish_reason"] == "stop"
+    healthy.decoder.program.send_signal(signal.SIGSTOP)
+    try:
+        assert client.end() == 1
+        assert "was cut" in " ".join(client.err.split())
+    finally:
+        healthy.decoder.program.send_signal(signal.SIGCONT)
+    assert spoken(healthy.speak("Hello world."))["finish_reason"] == "stop"
+
+
+def test_an_engine_that_is_killed_ends_its_service_and_is_named_to_clients(
+    healthy: Services,
+) -> None:
+    client = healthy.speak(LONG)
+    time.sleep(2.5)
+    assert client.program.poll() is None, client.err
+    children = psutil.Process(healthy.ar.program.pid).children()
+    (engine,) = (child for child in children if child.name().startswith("VLLM::Engine"))
+    engine.kill()
+    assert healthy.ar.end() == 1
+    assert client.end() == 1
+    for process in (healthy.ar, client):
+        assert "engine process is gone" in " ".join(process.err.split())
+    healthy.restart_ar()
+    assert spoken(healthy.speak("Hello world."))["finish_reason"] == "stop"
 
 
 def test_a_second_signal_fails_what_runs(healthy: Services) -> None:
@@ -205,6 +229,16 @@ def test_the_example_speaks(healthy: Services, tmp_path: Path) -> None:
     assert re.search(r"first audio after \d+ ms\n\d+ chunks, [\d.]+ s of audio", client.out)
     with wave.open(str(output)) as written:
         assert written.getnframes() > 24_000 // 2
+
+
+@pytest.mark.parametrize("stage", ["decoder", "ar"])
+def test_a_stage_that_is_told_to_stop_ends_what_runs(healthy: Services, stage: str) -> None:
+    client = healthy.speak(LONG)
+    time.sleep(2.5)
+    assert client.program.poll() is None, client.err
+    process: Process = getattr(healthy, stage)
+    assert process.end(signal.SIGTERM) == 0, process.err
+    assert spoken(client)["finish_reason"] == "stop"
 
 
 REFUSALS = {
@@ -240,7 +274,9 @@ def test_nobody_to_connect_to_is_said_in_bounded_time(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     sandbox = Sandbox(tmp_path_factory.mktemp("alone"))  # a short path, for sockets
-    for command in (["stage", "decoder", "--within", "1"], ["speak", "Hi.", "-o", "x.wav"]):
-        done = sandbox.run(COMMAND, *command, "--connect", "tcp://127.0.0.1:9")
-        assert done.code == 3
-        assert "no service answers at tcp://127.0.0.1:9" in " ".join(done.stderr.split())
+    done = sandbox.run(
+        *(COMMAND, "stage", "decoder", "--within", "1", "--connect", "tcp://127.0.0.1:9")
+    )
+    assert done.code == 3
+    assert "no service answers at tcp://127.0.0.1:9" in " ".join(done.stderr.split())
+    assert not sandbox.leftovers()

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from omnistage import wire
+from omnistage import wire_services as services
 from omnistage.request import ChunkPolicy, FinishReason, Start, Terminal
 
 FOLDER: Final = Path(__file__).parent / f"protocol-{wire.PROTOCOL_VERSION}"
@@ -29,7 +30,29 @@ START: Final = Start(
 TENSOR: Final = wire.TensorInfo("hidden", "bfloat16", (2, 3), 4, 0)
 BUFFER: Final = bytes.fromhex("803f004040408040a040c040")  # 1 2 3 / 4 5 6
 
-Message = wire.DataMessage | wire.ControlMessage | wire.DeliveryMessage | wire.Admission
+DECODER: Final = services.DecoderInfo(
+    "decoder",
+    "decoder-1f2e3d4c",
+    "tcp://127.0.0.1:7201",
+    ("tcp://127.0.0.1:7202",),
+    24_000,
+    "snac",
+    7,
+    30.0,
+)
+AR: Final = services.ARInfo("ar", "talker", ("tcp://127.0.0.1:7102",), "audio", "snac", 7)
+INPUT: Final = services.Input(
+    "Hello.", {"top_k": 5}, 7, "anna", START.chunks, -1, {"traceparent": "00-0af7-b7ad-01"}
+)
+FAULT: Final = services.Fault("InvalidRequest", "why", "ar", "prompt")
+
+Message = (
+    wire.DataMessage
+    | wire.ControlMessage
+    | wire.DeliveryMessage
+    | wire.Admission
+    | services.ServiceMessage
+)
 
 MESSAGES: Final[dict[str, Message]] = {
     "data": wire.Data(
@@ -63,6 +86,23 @@ MESSAGES: Final[dict[str, Message]] = {
     "release": wire.Release(1, "req-77aa01c2d3e4"),
     "released": wire.Released(1, "req-77aa01c2d3e4", 0),
     "admission": wire.Admission(1, "req-5f0c6d1e2a3b", 3, True, (("audio", "d-1"),), START),
+    "greet": services.Greet(1, "decoder-1f2e3d4c", DECODER),
+    "welcome-ar": services.Welcome(1, EPOCH, AR),
+    "welcome-decoder": services.Welcome(1, EPOCH, None, DECODER),
+    "refuse": services.Refuse(1, "why"),
+    "stranger": services.Stranger(1),
+    "beat": services.Beat(1),
+    "farewell": services.Farewell(1),
+    "decoders": services.Decoders(1, (DECODER,), True),
+    "split": services.Split(1, 3, INPUT),
+    "pieces": services.Pieces(1, 3, (INPUT, services.Input((1, 2))), FAULT),
+    "submit": services.Submit(
+        1, "req-1.1", "mine", INPUT, (("audio", "decoder-1f2e3d4c"),), "client-1", "req-1", True
+    ),
+    "done": services.Done(1, "req-1", 7, 61, FinishReason.LENGTH, "text", FAULT),
+    "abort": services.Abort(1, "req-1"),
+    "aborted": services.Aborted(1, "req-1", FAULT),
+    "read": services.Read(1, "req-1", 4800),
 }
 
 

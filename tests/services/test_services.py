@@ -377,10 +377,18 @@ async def test_nobody_there_is_said_in_bounded_time(services: Services) -> None:
         await Pipeline.connect(decoder.endpoint, within=0.5).__aenter__()
 
 
-@pytest.mark.parametrize("endpoint", ["", "here", "tcp://host", "tcp://:1", "udp://h:1", 7])
+@pytest.mark.parametrize(
+    "endpoint",
+    ["", "here", "tcp://host", "tcp://:1", "udp://h:1", "tcp://h:²", "tcp://h:" + "1" * 5000, 7],
+)
 def test_what_is_no_endpoint_is_refused(endpoint: Any) -> None:
     with pytest.raises(ConfigError, match="an endpoint is"):
         Pipeline.connect(endpoint)
+
+
+def test_a_decoder_is_named_once() -> None:
+    with pytest.raises(ConfigError, match="two decoders are named 'low'"):
+        Pipeline.connect("tcp://127.0.0.1:9", decoders=["low", "high", "low"])
 
 
 def test_a_pipeline_wants_at_least_one_service() -> None:
