@@ -40,6 +40,8 @@ class ARStageConfig:
             other threads.
         startup_timeout: Seconds from the engine's start to every engine core's hello.
         codec: Names what its ids are, for services: a decoder that names another codec is refused.
+        omni_pooler_payload_include_hidden: False keeps hidden states in vLLM's workers, also where
+            the processor wants them; nothing is taken there then.
 
     Raises:
         ConfigError: A name that cannot be one, or an engine argument that the stage sets itself.
@@ -55,6 +57,7 @@ class ARStageConfig:
     start_method: Literal["spawn", "fork"] | None = None
     startup_timeout: float = 60.0
     codec: str = ""
+    omni_pooler_payload_include_hidden: bool = True
 
     def __post_init__(self) -> None:
         check_name(self.name, "a stage name")

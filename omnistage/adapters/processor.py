@@ -78,6 +78,23 @@ class ChunkProcessor(Protocol):
         ...
 
 
+@runtime_checkable
+class PayloadProcessor(ChunkProcessor, Protocol):
+    """A chunk processor that says whether it wants tensors of the model's.
+
+    Attributes:
+        wants_payload: Whether its requests' rows of hidden states are to leave vLLM's workers.
+            Without it nothing is taken there.
+    """
+
+    wants_payload: bool
+
+
+def wants_payload(processor: ChunkProcessor) -> bool:
+    """Whether a processor wants its requests' rows; one that does not say does not."""
+    return bool(getattr(processor, "wants_payload", False))
+
+
 class TokenUpdates:
     """Publishes every sampled id as it comes, the stop id included."""
 
@@ -88,6 +105,28 @@ class TokenUpdates:
 
     def update(self, state: None, step: Step) -> Emission:
         """Every id of the step."""
+        return Emission(step.ids, step.tensors)
+
+    def finish(self, state: None, reason: FinishReason) -> None:
+        """Nothing was held back."""
+
+
+class HiddenStates:
+    """Publishes every sampled id and every row of hidden states as they come.
+
+    Row p of ``hidden`` is the model's last hidden state at position p, the prompt's positions
+    included, [rows, hidden size] in the model's dtype. A request of P prompt ids and N sampled ids
+    has P + N - 1 rows: the last id is not computed any more.
+    """
+
+    requires_token_updates = True
+    wants_payload = True
+
+    def open(self, request_id: str, start: Start) -> None:
+        """No state: nothing is ever held back."""
+
+    def update(self, state: None, step: Step) -> Emission:
+        """Every id and row of the step."""
         return Emission(step.ids, step.tensors)
 
     def finish(self, state: None, reason: FinishReason) -> None:

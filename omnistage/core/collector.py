@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.v1.request import RequestStatus
 
 from omnistage.core.events import Ending, Event, Record, Refusal, StepEvents
+from omnistage.core.rows import MissingRows, RowCount
 from omnistage.core.withhold import is_plain, may_withhold
-from omnistage.errors import ProtocolError, SubscriberStalled
+from omnistage.errors import ProtocolError, SubscriberStalled, UpdatesLost
 from omnistage.request import FinishReason, Payload
 from omnistage.transport.handover import HandOver
 from omnistage.wire import decode_admission
+from omnistage.worker.payload import PAYLOAD_ATTRIBUTE, StepPayload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 log = logging.getLogger(__name__)
 
 EXTRA_ARG: Final = "omnistage"
-PAYLOAD_ATTRIBUTE: Final = "omnistage_payload"
-_NO_PAYLOAD: Final[Mapping[str, Mapping[str, Payload]]] = {}
 
 
 class StepCollector:
@@ -36,11 +36,18 @@ class StepCollector:
         takes_tokens: For each channel, whether its processor declared ``requires_token_updates``.
         limit: Steps that may wait.
         log_stats: Whether the engine keeps statistics.
+        takes_rows: The channels whose processors want rows, where the workers give them.
     """
 
     def __init__(
-        self, takes_tokens: Mapping[str, bool], limit: int, *, log_stats: bool = True
+        self,
+        takes_tokens: Mapping[str, bool],
+        limit: int,
+        *,
+        log_stats: bool = True,
+        takes_rows: Collection[str] = (),
     ) -> None:
+        self._takes_rows = takes_rows
         self._log_stats = log_stats
         self.steps: HandOver[StepEvents | Refusal] = HandOver(limit)
         self._takes_tokens = takes_tokens
@@ -50,7 +57,7 @@ class StepCollector:
         self._finished: dict[str, FinishReason] | None = (
             None  # a dict while a step is being updated
         )
-        self._payload = _NO_PAYLOAD
+        self._payload: StepPayload | None = None
 
     def __len__(self) -> int:
         return len(self._records)
@@ -69,6 +76,11 @@ class StepCollector:
             if admission.request_id in self._names:
                 # Consumers could not tell the two apart, and the first is not to suffer for it.
                 raise ProtocolError(f"request id {admission.request_id!r} is in use")
+            rows = None
+            if any(channel in self._takes_rows for channel, _ in admission.consumers):
+                if request.resumable:
+                    raise ProtocolError("a request whose input comes in pieces cannot have rows")
+                rows = RowCount(request.num_prompt_tokens)
         except KeyError as error:
             self._refuse(request, f"unknown channel {error}; known: {sorted(self._takes_tokens)}")
         except (ProtocolError, AttributeError, TypeError) as error:
@@ -78,6 +90,7 @@ class StepCollector:
                 admission,
                 takes_tokens=any(takes),
                 withhold=may_withhold(request, log_stats=self._log_stats),
+                rows=rows,
             )
             self._names.add(admission.request_id)
 
@@ -86,12 +99,12 @@ class StepCollector:
         self._finished = {}
         # From __dict__: the attribute stands on the instance or nowhere.
         attributes = getattr(runner_output, "__dict__", {})
-        self._payload = attributes.pop(PAYLOAD_ATTRIBUTE, None) or _NO_PAYLOAD
+        self._payload = attributes.pop(PAYLOAD_ATTRIBUTE, None)
 
     def abandon(self) -> None:
         """Forget a step whose update failed."""
         self._finished = None
-        self._payload = _NO_PAYLOAD
+        self._payload = None
 
     def finished(self, requests: Iterable[Any]) -> None:
         """Note requests that vLLM has just finished from outside or inside a step."""
@@ -119,7 +132,7 @@ class StepCollector:
             alive: The scheduler's ``requests``.
             preempted: Requests that the step preempted.
         """
-        finished, payload = self._finished or {}, self._payload
+        finished, arrived = self._finished or {}, _Arrived(self._payload)
         self.abandon()
         if not self._records:
             return
@@ -129,17 +142,17 @@ class StepCollector:
             for output in engine_outputs.outputs:
                 record = self._records.get(output.request_id)
                 if record is not None:
-                    self._take(events, record, output, payload, alive)
+                    self._take(events, record, output, arrived, alive)
                 if record is None or not _withhold(record, output):
                     passed.append(output)
             if len(passed) < len(engine_outputs.outputs):
                 engine_outputs.outputs = passed
                 if not passed and _is_bare(engine_outputs):
                     del outputs[client]
-        for request_id, tensors in payload.items():
+        for request_id in arrived.rest():
             record = self._records.get(request_id)
-            if record is not None and record not in events and tensors:
-                events[record] = Event(record, (), record.tokens, record.segment, tensors)
+            if record is not None:
+                self._take_rows(events, request_id, record, arrived)
         for request_id in preempted or ():
             self._pause(events, request_id, alive)
         for request_id, reason in finished.items():
@@ -153,12 +166,19 @@ class StepCollector:
         events: dict[Record, Event],
         record: Record,
         output: Any,
-        payload: Mapping[str, Mapping[str, Payload]],
+        arrived: _Arrived,
         alive: Mapping[str, Any],
     ) -> None:
         request_id = output.request_id
         ids = tuple(output.new_token_ids)
         position, segment = record.tokens, record.segment
+        try:
+            tensors = arrived.take(request_id, record, sampled=len(ids))
+            if ids and record.rows is not None:
+                record.rows.check_complete(record.total + len(ids))
+        except MissingRows as error:
+            events[record] = self._fail(request_id, str(error))
+            return
         record.tokens += len(ids)
         record.total += len(ids)
         ending = None
@@ -173,13 +193,30 @@ class StepCollector:
                 ending = Ending(reason, record.total, segment=True)
                 record.segment += 1
                 record.tokens = 0
-        tensors = payload.get(request_id) or None
         paused = request_id in self._paused and ending is None
         if paused and alive[request_id].status is not RequestStatus.PREEMPTED:
             self._paused.discard(request_id)
             paused = False
         if tensors or ending is not None or (ids and record.takes_tokens):
             _add(events, Event(record, ids, position, segment, tensors, ending, paused))
+
+    def _take_rows(
+        self, events: dict[Record, Event], request_id: str, record: Record, arrived: _Arrived
+    ) -> None:
+        """Take rows that came without ids, as those of a prefill's chunks do."""
+        try:
+            tensors = arrived.take(request_id, record, sampled=0)
+        except MissingRows as error:
+            events[record] = self._fail(request_id, str(error))
+        else:
+            if tensors:
+                events[record] = Event(record, (), record.tokens, record.segment, tensors)
+
+    def _fail(self, request_id: str, error: str) -> Event:
+        """End a request that lacks rows; the AR stage is told, and aborts it in vLLM."""
+        record = self._forget(request_id)
+        failure = (error, UpdatesLost.__name__)
+        return Event(record, ending=Ending(FinishReason.ERROR, record.total, error=failure))
 
     def _pause(
         self, events: dict[Record, Event], request_id: str, alive: Mapping[str, Any]
@@ -220,6 +257,29 @@ class StepCollector:
     def _refuse(self, request: Any, error: str) -> None:
         log.warning("request %s has no consumer: %s", request.request_id, error)
         self.steps.put(Refusal(str(request.request_id), error))
+
+
+class _Arrived:
+    """A step's payload, of which each request's part is taken once."""
+
+    def __init__(self, payload: StepPayload | None) -> None:
+        self._payload = payload
+        self._places: dict[str, int] = {}
+        if payload is not None:
+            self._places = {name: i for i, name in enumerate(payload.request_ids)}
+
+    def take(
+        self, request_id: str, record: Record, *, sampled: int
+    ) -> Mapping[str, Payload] | None:
+        """A request's new rows; see :meth:`RowCount.take`."""
+        index = self._places.pop(request_id, None)
+        if index is None or self._payload is None or record.rows is None:
+            return None
+        return record.rows.take(self._payload, index, committed=record.total, sampled=sampled)
+
+    def rest(self) -> list[str]:
+        """The requests whose rows have not been taken."""
+        return list(self._places)
 
 
 def _add(events: dict[Record, Event], event: Event) -> None:

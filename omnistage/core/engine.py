@@ -32,6 +32,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from omnistage.config import AUDIO
 from omnistage.core.collector import EXTRA_ARG
 from omnistage.core.ends import Ends
+from omnistage.core.row_source import give_rows, with_rows
 from omnistage.core.wiring import WiredConfig, Wiring, wiring_of
 from omnistage.errors import (
     ConfigError,
@@ -46,6 +47,7 @@ from omnistage.transport.endpoints import check_bind, ipc_endpoint
 from omnistage.transport.keys import load_keys
 from omnistage.transport.owner import end_with
 from omnistage.transport.publisher import PublisherConfig
+from omnistage.worker.payload import WANTS_PAYLOAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -73,6 +75,8 @@ class Engine:
         self.ranks: int = config.parallel_config.data_parallel_size
         self._vocabulary: int = config.model_config.get_vocab_size()
         self._splits_prefill = bool(config.scheduler_config.enable_chunked_prefill)
+        wiring = wiring_of(config)
+        self._gives_rows = wiring is not None and bool(wiring.takes_rows)
         declared = config.model_config.try_get_generation_config().get("eos_token_id")
         self._ends = Ends(declared, llm.renderer.tokenizer, self._vocabulary)
         if not self._ends.reachable:
@@ -86,6 +90,7 @@ class Engine:
         request_id: str,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        consumed: bool = True,
     ) -> Usage:
         """Run one request to its end. Cancelling it needs :meth:`abort` as well.
 
@@ -95,13 +100,18 @@ class Engine:
             request_id: Internal id.
             priority: vLLM's request priority.
             trace_headers: W3C trace context.
+            consumed: Whether anybody receives what it emits.
 
         Raises:
             InvalidRequest: vLLM, or its vocabulary, refuses the prompt or the sampling fields.
             EngineDead: The engine died.
             ServerError: vLLM failed the request.
         """
-        params = self._sampling_params(engine_input.sampling, record)
+        sampling = engine_input.sampling
+        extra: dict[str, Any] = {} if record is None else {EXTRA_ARG: record}
+        if self._gives_rows and consumed:
+            sampling, extra = with_rows(sampling), {**extra, WANTS_PAYLOAD: True}
+        params = self._sampling_params(sampling, extra or None)
         try:
             prompt = await self._render(engine_input.prompt)
             outputs = self._llm.generate(
@@ -157,7 +167,9 @@ class Engine:
         (rendered,) = await self._llm.renderer.render_cmpl_async([parsed])
         return rendered
 
-    def _sampling_params(self, sampling: Mapping[str, Any], record: bytes | None) -> SamplingParams:
+    def _sampling_params(
+        self, sampling: Mapping[str, Any], extra: dict[str, Any] | None
+    ) -> SamplingParams:
         if sampling.get("seed") is not None and current_platform.is_cpu() and self._splits_prefill:
             raise InvalidRequest(
                 "vLLM's CPU runner dies when a seeded request's prefill is split; start the stage "
@@ -174,9 +186,7 @@ class Engine:
         fields: dict[str, Any] = {"max_tokens": None, "detokenize": False, **sampling}
         try:
             params = SamplingParams(
-                **fields,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args=None if record is None else {EXTRA_ARG: record},
+                **fields, output_kind=RequestOutputKind.FINAL_ONLY, extra_args=extra
             )
         except (TypeError, ValueError, VLLMClientError) as error:
             raise InvalidRequest(
@@ -252,6 +262,7 @@ def _wire(vllm_config: Any, config: ARStageConfig, control: str, directory: Path
         raise ConfigError(
             f"{ranks} data-parallel ranks cannot share {config.bind}; use port 0", stage=config.name
         )
+    takes_rows = give_rows(vllm_config, config)
     scheduler = vllm_config.scheduler_config
     kind = "OmniARAsyncScheduler" if scheduler.async_scheduling else "OmniARScheduler"
     scheduler.scheduler_cls = f"omnistage.core.scheduler.{kind}"
@@ -262,7 +273,10 @@ def _wire(vllm_config: Any, config: ARStageConfig, control: str, directory: Path
         owner_pid=os.getpid(),
         keys=load_keys(config.keys),
     )
-    wiring = Wiring(stage=config.name, channels={AUDIO: config.processor}, publisher=publisher)
+    channels = {AUDIO: config.processor}
+    wiring = Wiring(
+        stage=config.name, channels=channels, publisher=publisher, takes_rows=takes_rows
+    )
     items: Any = vllm_config.additional_config or {}
     vllm_config.additional_config = WiredConfig(items, wiring)
 
@@ -282,8 +296,12 @@ def attach(vllm_config: Any, config: ARStageConfig) -> None:
         )
     check_bind(config.bind, load_keys(config.keys))
     directory = Path(tempfile.mkdtemp(prefix="omni-"))
-    _wire(vllm_config, config, ipc_endpoint(directory), directory)
-    weakref.finalize(vllm_config, _remove, directory, os.getpid())
+    removal = weakref.finalize(vllm_config, _remove, directory, os.getpid())
+    try:
+        _wire(vllm_config, config, ipc_endpoint(directory), directory)
+    except ConfigError:
+        removal()
+        raise
 
 
 def adopt(llm: AsyncLLM, config: ARStageConfig) -> tuple[Engine, WiredConfig]:

@@ -10,17 +10,26 @@ import msgspec
 from omnistage.request import FinishReason, Payload
 
 if TYPE_CHECKING:
+    from omnistage.core.rows import RowCount
     from omnistage.wire import Admission
 
 
 class Record:
     """A live request with a consumer; the publisher thread keys its state by the same object."""
 
-    __slots__ = ("admission", "segment", "takes_tokens", "tokens", "total", "withheld")
+    __slots__ = ("admission", "rows", "segment", "takes_tokens", "tokens", "total", "withheld")
 
-    def __init__(self, admission: Admission, *, takes_tokens: bool, withhold: bool = False) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        *,
+        takes_tokens: bool,
+        withhold: bool = False,
+        rows: RowCount | None = None,
+    ) -> None:
         self.admission = admission
         self.takes_tokens = takes_tokens
+        self.rows = rows  # None: it has none
         self.withheld: list[int] | None = [] if withhold else None
         self.tokens = 0  # of this segment
         self.total = 0

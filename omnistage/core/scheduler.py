@@ -52,7 +52,10 @@ class OmniARSchedulerMixin(Scheduler):
             for name, processor in wiring.channels.items()
         }
         self._omni_collector = StepCollector(
-            takes_tokens, wiring.handover_limit, log_stats=self.log_stats
+            takes_tokens,
+            wiring.handover_limit,
+            log_stats=self.log_stats,
+            takes_rows=wiring.takes_rows,
         )
         adapter = OutputAdapter(wiring.channels, self._omni_collector.steps)
         self._omni_publisher = Publisher(

@@ -26,12 +26,14 @@ class Wiring(msgspec.Struct, frozen=True, kw_only=True):
         channels: The processor of each channel.
         publisher: Where to publish.
         handover_limit: Steps that may wait for the publisher thread.
+        takes_rows: The channels whose processors get rows from the workers.
     """
 
     stage: str
     channels: Mapping[str, ChunkProcessor]
     publisher: PublisherConfig
     handover_limit: int = HANDOVER_LIMIT
+    takes_rows: tuple[str, ...] = ()
 
 
 class WiredConfig(dict[str, Any]):

@@ -280,6 +280,7 @@ class ARStage:
                 request_id=request.request_id,
                 priority=request.input.priority,
                 trace_headers=request.input.trace_headers,
+                consumed=bool(request.consumers) and not request.final_stage,
             )
         except EngineDead:
             # Perhaps known here first: a worker died, and its engine core is still ending.

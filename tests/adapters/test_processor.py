@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnistage.adapters.processor import ChunkProcessor, CodecFrames, Step, TokenUpdates
+from omnistage.adapters.processor import (
+    ChunkProcessor,
+    CodecFrames,
+    HiddenStates,
+    Step,
+    TokenUpdates,
+)
 from omnistage.errors import ConfigError
-from omnistage.request import FinishReason, Start
+from omnistage.request import FinishReason, Payload, Start
 
 
 def run(processor: CodecFrames, *steps: list[int]) -> tuple[list[int], int]:
@@ -77,3 +83,11 @@ def test_any_grouping_into_steps_gives_the_same_frames_and_counts(
 def test_the_shipped_processors_keep_the_protocol() -> None:
     assert isinstance(TokenUpdates(), ChunkProcessor)
     assert isinstance(CodecFrames(first_id=0, codebook_size=1), ChunkProcessor)
+
+
+def test_hidden_states_pass_a_steps_ids_and_rows_on_as_they_are() -> None:
+    processor = HiddenStates()
+    rows = {"hidden": Payload("float32", (2, 3), 7, bytes(24))}
+    emission = processor.update(None, Step((4, 5), 2, rows))
+    assert (emission.ids, emission.tensors, emission.dropped) == ((4, 5), rows, 0)
+    assert processor.requires_token_updates

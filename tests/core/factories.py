@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -22,20 +23,21 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from omnistage.core.collector import PAYLOAD_ATTRIBUTE, StepCollector
+from omnistage.adapters.processor import wants_payload
+from omnistage.core.collector import StepCollector
 from omnistage.core.output_adapter import OutputAdapter
 from omnistage.core.scheduler import OmniARAsyncScheduler, OmniARScheduler, OmniARSchedulerMixin
 from omnistage.request import Start
 from omnistage.wire import PROTOCOL_VERSION, Admission, Failed, Update, encode
+from omnistage.worker.payload import HIDDEN, PAYLOAD_ATTRIBUTE, Rows, StepPayload
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
 
     from omnistage.adapters.processor import ChunkProcessor
-    from omnistage.request import Payload
 
 CHANNEL = "audio"
 SUBSCRIBER = "s"
@@ -169,10 +171,11 @@ class Published:
 
     ids: dict[str, list[int]] = field(default_factory=dict)
     updates: list[Update] = field(default_factory=list)
+    rows: dict[str, list[int]] = field(default_factory=dict)
     terminals: dict[str, list[Any]] = field(default_factory=dict)
     segments: dict[str, int] = field(default_factory=dict)
 
-    def take(self, updates: Sequence[Update]) -> None:
+    def take(self, updates: Sequence[Update], buffers: Sequence[Any] = ()) -> None:
         names = [update.request_id for update in updates]
         assert len(set(names)) == len(names), "one update a request and message"
         for update in updates:
@@ -183,6 +186,11 @@ class Published:
             segment_start = self.segments.get(update.request_id, 0)
             assert update.position == len(ids) - segment_start
             ids.extend(update.ids)
+            for info in update.tensors:
+                positions = np.frombuffer(buffers[info.frame], np.int64).reshape(info.shape)[:, 0]
+                rows = self.rows.setdefault(update.request_id, [])
+                assert info.first_row == len(rows) == positions[0]
+                rows.extend(positions.tolist())
             if update.segment_end:
                 self.segments[update.request_id] = len(ids)
             if update.terminal is not None:
@@ -201,7 +209,8 @@ class Driver:
 
     def __init__(self, scheduler: Scheduler, *, run_ahead: int = 1, samples: Any = token) -> None:
         self.scheduler = scheduler
-        self.payloads: dict[str, dict[str, Payload]] = {}
+        self.rows_of: Callable[[str], bool] = lambda _: False
+        """Whose rows the runner attaches; each is int64: its position and 0."""
         self.last_scheduled: SchedulerOutput | None = None
         self._run_ahead = run_ahead
         self._samples = samples
@@ -262,10 +271,23 @@ class Driver:
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
             sampled_token_ids=sampled,
         )
-        if self.payloads:
-            setattr(output, PAYLOAD_ATTRIBUTE, self.payloads)
-            self.payloads = {}
+        self._attach(scheduled, output)
         return output
+
+    def _attach(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """The rows that a worker would have computed, on its output."""
+        counts = {i: n for i, n in scheduled.num_scheduled_tokens.items() if self.rows_of(i)}
+        if not counts:
+            return
+        firsts, data = [], []
+        for request_id, count in counts.items():
+            firsts.append(self.scheduler.requests[request_id].num_computed_tokens - count)
+            rows = np.zeros((count, 2), np.int64)
+            rows[:, 0] = range(firsts[-1], firsts[-1] + count)
+            data.append(rows.tobytes())
+        keys = {HIDDEN: Rows("int64", (2,), data)}
+        payload = StepPayload(list(counts), firsts, list(counts.values()), keys)
+        setattr(output, PAYLOAD_ATTRIBUTE, payload)
 
     def _draft(self, scheduled: SchedulerOutput) -> None:
         """Propose the next step's draft tokens, where the scheduler speculates."""
@@ -309,7 +331,8 @@ class Harness(Driver):
     ) -> None:
         super().__init__(scheduler, run_ahead=run_ahead, samples=samples)
         takes = {name: p.requires_token_updates for name, p in channels.items()}
-        self.collector = StepCollector(takes, limit, log_stats=log_stats)
+        rows = [name for name, p in channels.items() if wants_payload(p)]
+        self.collector = StepCollector(takes, limit, log_stats=log_stats, takes_rows=rows)
         scheduler._omni_collector = self.collector
         self.adapter = OutputAdapter(channels, self.collector.steps)
         self.topics: dict[bytes, Published] = {}
@@ -333,7 +356,9 @@ class Harness(Driver):
         topics = []
         for message in self.adapter.messages():
             topics.append(message.topic)
-            self.topics.setdefault(message.topic, Published()).take(message.updates)
+            self.topics.setdefault(message.topic, Published()).take(
+                message.updates, message.buffers
+            )
         self.messages_by_step.append(topics)
         self.failed += self.adapter.failures()
 

@@ -11,10 +11,9 @@ from vllm.v1.request import RequestStatus
 
 from omnistage.adapters.processor import CodecFrames, Emission, TokenUpdates
 from omnistage.core.scheduler import OmniARAsyncScheduler, OmniARScheduler
-from omnistage.request import FinishReason, Payload, Start
+from omnistage.request import FinishReason, Start
+from omnistage.worker.payload import PAYLOAD_ATTRIBUTE
 from tests.core.factories import BLOCK, CHANNEL, EOS, Harness, make_request, make_scheduler, token
-
-ROWS = Payload("float32", (1, 2), 0, bytes(8))
 
 
 class Silent:
@@ -22,7 +21,8 @@ class Silent:
 
     requires_token_updates = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, wants_payload: bool = True) -> None:
+        self.wants_payload = wants_payload
         self.updates: list[Any] = []
         self.finished: list[str] = []
 
@@ -225,7 +225,7 @@ def test_a_final_stage_request_is_excluded_from_admission_on(asynchronous: bool)
     run = harness(asynchronous)
     run.add(make_request("final", final_stage=True), make_request("aborted", final_stage=True))
     run.step()
-    run.payloads = {"final": {"hidden": ROWS}, "aborted": {"hidden": ROWS}}
+    run.rows_of = lambda _: True
     run.step()
     run.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
     run.run()
@@ -234,40 +234,44 @@ def test_a_final_stage_request_is_excluded_from_admission_on(asynchronous: bool)
     assert not run.adapter
 
 
+@pytest.mark.parametrize("wants", [True, False])
 def test_a_processor_without_the_declaration_is_called_for_tensors_and_the_end_only(
-    asynchronous: bool,
+    asynchronous: bool, wants: bool
 ) -> None:
-    processor = Silent()
+    processor = Silent(wants_payload=wants)
     run = harness(asynchronous, processor)
-    run.add(make_request("r", max_tokens=8))
-    run.step()
-    run.payloads = {"r": {"hidden": ROWS}}
+    run.rows_of = lambda _: True
+    run.add(make_request("r", prompt=10, max_tokens=8))
     run.run()
-    assert len(processor.updates) == 1
-    ((_, step),) = processor.updates
-    assert step.tensors == {"hidden": ROWS}
-    assert len(step.ids) == 1
+    steps = [step for _, step in processor.updates]
+    assert [len(step.ids) for step in steps] == [1] * (8 if wants else 0)
+    assert [t.first_row for s in steps for t in s.tensors.values()] == (
+        [0, *range(10, 17)] if wants else []
+    )
     assert processor.finished == ["r"]
-    assert [len(update.tensors) for update in run.published.updates] == [1, 0]
+    assert len(run.published.terminals["r"]) == 1
+    assert not run.failed
 
 
 def test_a_tensor_on_a_prefill_chunk_is_published_without_ids(asynchronous: bool) -> None:
     run = harness(asynchronous, Silent(), budget=16)
-    run.add(make_request("r", prompt=40, max_tokens=2))
-    run.payloads = {"r": {"hidden": ROWS}, "unknown": {"hidden": ROWS}}
+    run.add(make_request("r", prompt=40, max_tokens=2), make_request("other", record=None))
+    run.rows_of = lambda _: True
     run.run()
     first = run.published.updates[0]
     assert (first.ids, len(first.tensors), first.terminal) == ((), 1, None)
+    assert list(run.published.ids) == ["r"]
 
 
 def test_the_payload_is_gone_before_upstream_sees_the_output() -> None:
     run = harness(False)
     run.add(make_request("r", max_tokens=2))
     scheduled = run.scheduler.schedule()
-    run.payloads = {"r": {"hidden": ROWS}}
+    run.rows_of = lambda _: True
     output = run._execute(scheduled)
+    assert PAYLOAD_ATTRIBUTE in vars(output)
     run.scheduler.update_from_output(scheduled, output)
-    assert "omnistage_payload" not in vars(output)
+    assert PAYLOAD_ATTRIBUTE not in vars(output)
 
 
 @pytest.mark.parametrize(

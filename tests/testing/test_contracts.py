@@ -16,7 +16,7 @@ from examples.custom_decoder import Tones
 from examples.custom_stage import Resampler, Resampling
 from omnistage import testing
 from omnistage.adapters.input import EngineInput, TextInput
-from omnistage.adapters.processor import CodecFrames, Emission, Step, TokenUpdates
+from omnistage.adapters.processor import CodecFrames, Emission, HiddenStates, Step, TokenUpdates
 from omnistage.errors import InvalidRequest
 from omnistage.models.talker.decoder import TalkerDecoder
 from omnistage.models.talker.layout import read_layout
@@ -72,7 +72,7 @@ def test_our_decoders_keep_theirs(check: Check, make: Any) -> None:
     check(make)
 
 
-@cases(testing.PROCESSOR_CONTRACT, TokenUpdates, codec_frames, strided, talker_frames)
+@cases(testing.PROCESSOR_CONTRACT, TokenUpdates, HiddenStates, codec_frames, strided, talker_frames)
 def test_our_processors_keep_theirs(check: Check, make: Any) -> None:
     check(make)
 

@@ -1,0 +1,61 @@
+"""The one place that knows what vLLM's model runners keep between a forward pass and its sampling.
+
+Runner V1 keeps the batch beside the state, V2 inside it; what is read here is the same of both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Executed(NamedTuple):
+    """A forward pass that has not been sampled from.
+
+    Args:
+        request_ids: The requests of the batch, in its order.
+        counts: How many tokens each had scheduled, which is how many rows it has.
+        first_rows: How many tokens of each had been computed before.
+        hidden: Hidden states, [tokens or more, hidden size]; behind the tokens is padding.
+    """
+
+    request_ids: Sequence[str]
+    counts: Sequence[int]
+    first_rows: Sequence[int]
+    hidden: torch.Tensor
+
+
+def read_executed(runner: Any) -> Executed | None:
+    """What a model runner has executed and not sampled yet; its own objects, to be read at once.
+
+    Args:
+        runner: vLLM's model runner, V1 or V2.
+
+    Returns:
+        None if there is nothing, or if this rank has no hidden states.
+    """
+    state = runner.execute_model_state
+    hidden = getattr(state, "hidden_states", None)
+    if not isinstance(hidden, torch.Tensor):
+        return None
+    batch = getattr(state, "input_batch", None)
+    if batch is not None:  # V2
+        count = batch.num_reqs
+        return Executed(
+            batch.req_ids[:count],
+            batch.num_scheduled_tokens[:count].tolist(),
+            batch.num_computed_tokens_np[:count].tolist(),
+            hidden,
+        )
+    batch = runner.input_batch
+    scheduled = state.scheduler_output.num_scheduled_tokens
+    return Executed(
+        batch.req_ids,
+        [scheduled[request_id] for request_id in batch.req_ids],
+        batch.num_computed_tokens_cpu[: batch.num_reqs].tolist(),
+        hidden,
+    )

@@ -1,0 +1,175 @@
+"""Rows that reach the scheduler, on vLLM's real schedulers: each position once, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.request import RequestStatus
+
+from omnistage.adapters.processor import HiddenStates
+from omnistage.core.rows import MissingRows, RowCount
+from omnistage.request import FinishReason
+from omnistage.worker.payload import HIDDEN, PAYLOAD_ATTRIBUTE, Rows, StepPayload
+from tests.core.factories import CHANNEL, Harness, make_request, make_scheduler
+
+
+def harness(asynchronous: bool, *, run_ahead: int = 2, **options: Any) -> Harness:
+    run = Harness(
+        make_scheduler(asynchronous=asynchronous, **options),
+        {CHANNEL: HiddenStates()},
+        run_ahead=run_ahead if asynchronous else 1,
+    )
+    run.rows_of = lambda _: True
+    return run
+
+
+def check_rows(run: Harness, prompts: dict[str, int]) -> None:
+    """Every request that ended by itself has its rows; all have ids and one terminal; no error."""
+    assert not run.failed
+    published = run.published
+    assert sorted(published.terminals) == sorted(prompts)
+    for request_id, (terminal,) in published.terminals.items():
+        rows = published.rows.get(request_id, [])
+        assert rows == list(range(len(rows)))
+        due = prompts[request_id] + terminal.tokens - 1 if terminal.tokens else 0
+        if terminal.reason is FinishReason.ABORT:
+            assert len(rows) <= due or not terminal.tokens
+        else:
+            assert len(rows) == due
+            assert published.ids[request_id] == run.returned[request_id]
+    assert not len(run.collector)
+    assert not len(run.adapter)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_preempted_requests_rows_are_passed_on_once(asynchronous: bool) -> None:
+    # 8 blocks of 16 for 4 requests of 40 + 30: they cannot all stay.
+    run = harness(asynchronous, blocks=11, budget=48)
+    prompts = {f"r{i}": 40 for i in range(4)}
+    run.add(*(make_request(name, prompt=40, max_tokens=30) for name in prompts))
+    preempted = 0
+    while run.step() or run.scheduler.has_unfinished_requests():
+        assert run.last_scheduled is not None
+        preempted += len(run.last_scheduled.preempted_req_ids or ())
+    assert preempted
+    check_rows(run, prompts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    operations=st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.integers(1, 60), st.integers(1, 30)),
+            st.tuples(st.just("abort"), st.integers(0, 30), st.just(0)),
+            st.tuples(st.just("reset"), st.just(0), st.just(0)),
+            st.tuples(st.just("step"), st.integers(1, 6), st.just(0)),
+        ),
+        max_size=40,
+    ),
+    asynchronous=st.booleans(),
+    run_ahead=st.integers(1, 3),
+    drafts=st.sampled_from([0, 0, 3]),
+    blocks=st.sampled_from([9, 14, 200]),
+    budget=st.sampled_from([16, 48, 512]),
+)
+def test_any_schedule_passes_each_row_on_once_and_in_order(
+    operations: list[tuple[str, int, int]],
+    asynchronous: bool,
+    run_ahead: int,
+    drafts: int,
+    blocks: int,
+    budget: int,
+) -> None:
+    run = harness(
+        asynchronous and not drafts,  # refused together
+        run_ahead=run_ahead,
+        blocks=blocks,
+        budget=budget,
+        drafts=drafts,
+    )
+    prompts: dict[str, int] = {}
+    for kind, a, b in operations:
+        if kind == "add":
+            name = f"r{len(prompts)}"
+            prompts[name] = a
+            run.add(make_request(name, prompt=a, max_tokens=b))
+        elif kind == "abort" and prompts:
+            name = f"r{a % len(prompts)}"
+            run.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            run.publish()
+        elif kind == "reset":
+            # Preempts what runs, and drops what is in flight of it.
+            run.scheduler.reset_prefix_cache(reset_running_requests=True)
+        elif kind == "step":
+            for _ in range(a):
+                run.step()
+    run.run()
+    check_rows(run, prompts)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2, 5])
+def test_a_step_whose_rows_are_lost_fails_its_request_alone(lost: int) -> None:
+    """The first, one in the middle, or the last, behind which there is no other."""
+    run = harness(False)
+    steps = iter(range(100))
+    run.rows_of = lambda name: name == "whole" or next(steps) != lost
+    run.add(*(make_request(name, prompt=10, max_tokens=6) for name in ("lacking", "whole")))
+    run.run()
+    (terminal,) = run.published.terminals["lacking"]
+    assert (terminal.reason, terminal.kind) == (FinishReason.ERROR, "UpdatesLost")
+    assert "did not come from vLLM's worker" in (terminal.error or "")
+    assert [failure.request_id for failure in run.failed] == ["lacking"]
+    assert run.published.rows["whole"] == list(range(15))
+    assert not len(run.collector)
+
+
+def test_a_request_whose_input_comes_in_pieces_is_refused() -> None:
+    run = harness(False)
+    run.add(make_request("pieces", resumable=True), make_request("whole"))
+    run.step()
+    run.publish()
+    assert [failure.request_id for failure in run.failed] == ["pieces"]
+    assert "pieces cannot have rows" in run.failed[0].error
+    assert list(run.published.ids) == ["whole"]
+
+
+def test_a_cut_keeps_the_bytes_and_positions_of_the_rows_that_are_new() -> None:
+    data = bytes(range(40))  # 5 rows of 2 float32
+    payload = StepPayload(["r"], [7], [5], {HIDDEN: Rows("float32", (2,), [data])})
+    count = RowCount(10)
+    count.next = 9
+    # 12 is committed after this step: of three drafts one was accepted.
+    tensors = count.take(payload, 0, committed=1, sampled=1)
+    assert tensors is not None
+    hidden = tensors[HIDDEN]
+    assert (hidden.first_row, hidden.shape, hidden.data) == (9, (2, 2), data[16:32])
+    assert count.next == 11
+    assert count.take(payload, 0, committed=1, sampled=1) is None
+    more = count.take(payload, 0, committed=1, sampled=2)
+    assert more is not None
+    assert (more[HIDDEN].first_row, more[HIDDEN].data) == (11, data[32:])
+    with pytest.raises(MissingRows, match="rows 12 to 19"):
+        count.take(StepPayload(["r"], [20], [1], payload.keys), 0, committed=50, sampled=1)
+
+
+def test_without_rows_wanted_a_payload_is_taken_off_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from omnistage.adapters.processor import TokenUpdates
+
+    made: list[Any] = []
+    monkeypatch.setattr(RowCount, "__init__", lambda self, prompt: made.append(self))
+    run = Harness(make_scheduler(), {CHANNEL: TokenUpdates()})
+    run.rows_of = lambda _: True
+    run.add(make_request("r", max_tokens=4))
+    scheduled = run.scheduler.schedule()
+    output = run._execute(scheduled)
+    run.updated(run.scheduler.update_from_output(scheduled, output))
+    run.run()
+    assert PAYLOAD_ATTRIBUTE not in vars(output)
+    assert made == []
+    assert not run.published.rows
+    assert len(run.published.ids["r"]) == 4
