@@ -61,6 +61,15 @@ class SocketReader:
             self._scheduled = True
             self._loop.call_soon(self._drain_scheduled)
 
+    def drain(self) -> None:
+        """Deliver all that has come, at once; for the last words of somebody who is gone."""
+        while not (self._closed or self._paused):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return
+            self._deliver(frames)
+
     def pause(self) -> None:
         """Read nothing more until :meth:`resume`. Idempotent."""
         self._paused = True

@@ -82,14 +82,13 @@ class ServiceLink:
         self._answered = asyncio.Event()
         self._heard = self._due = time.monotonic()
         self._closed = False
+        self._connected = False
         self._lapsed = False  # it may still run what we have given up
         self._socket = endpoints.context.socket(zmq.DEALER)
         set_service_options(self._socket)
         self._socket.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        # What is sent while there is no connection would all arrive with the next one.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED_HANDSHAKE
         monitor = self._socket.get_monitor_socket(events)
         monitor.setsockopt(zmq.RCVHWM, 0)  # else libzmq's I/O thread would wait for us to read
@@ -149,6 +148,10 @@ class ServiceLink:
         if len(raw) > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"a message of {len(raw)} bytes, at most {MAX_MESSAGE_BYTES}")
         try:
+            # Else what is sent while there is no connection would all arrive with the next one.
+            # ZeroMQ's own option for that drops what has come over the last one, too.
+            if not self._connected:
+                raise zmq.Again
             self._socket.send(raw, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             log.debug("service at %s cannot be reached: %s", self.endpoint, error)
@@ -175,8 +178,12 @@ class ServiceLink:
         if event & FAILED_HANDSHAKE:
             self._handshake = explain_handshake(event)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._connected = True
             self._greet()
         else:
+            self._connected = False
+            # What it said last may say more than that it is gone.
+            self._reader.drain()
             # Also if it is back at once: what was on its way, in either direction, is lost.
             self._down(f"the connection to the service at {self.endpoint} was cut")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -18,6 +19,7 @@ from omnistage import ChunkPolicy, Pipeline, StageInput
 from omnistage.errors import (
     ConfigError,
     DecoderError,
+    EngineDead,
     InvalidRequest,
     OmniStageError,
     ServerError,
@@ -31,7 +33,7 @@ from omnistage.transport.endpoints import Endpoints
 from omnistage.transport.keys import Keys, make_keys
 from omnistage.transport.service_link import ServiceLink
 from omnistage.wire import PROTOCOL_VERSION
-from omnistage.wire_services import Greet, ServiceMessage, Welcome
+from omnistage.wire_services import Done, Greet, ServiceMessage, Welcome
 from tests.services.factories import Services
 
 IDS = list(range(100, 140))
@@ -537,3 +539,22 @@ async def test_a_client_keeps_nothing_of_requests_that_are_over(services: Servic
         kept = [replica._open, replica._aborting, stage._answers, pipeline._running]
         kept += [ar._running, ar._awaited, ar._continued]
         assert not any(kept)
+
+
+async def test_what_a_service_says_last_is_heard_before_it_is_gone(services: Services) -> None:
+    ar = await services.ar(by_prompt)
+    await services.decoder(ar)
+    async with Pipeline.connect(ar.endpoint) as pipeline:
+        streams = [pipeline.submit("slow") for _ in range(16)]
+        for stream in streams:
+            await stream.__aenter__()
+            await anext(aiter(stream))
+        server = ar._server
+        assert server is not None
+        (client,) = (c for c in server.clients.values() if c.greeting.decoder is None)
+        for request_id in ar._running:
+            server.send(client, Done.of(request_id, EngineDead("the engine process is gone")))
+        server.close()
+        time.sleep(0.3)  # the words and the end of the connection are there, and nobody has looked
+        outcomes = await asyncio.gather(*(s.finished() for s in streams), return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {EngineDead}
