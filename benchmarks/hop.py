@@ -360,10 +360,8 @@ def scheduler_cpu(steps: int = 3000) -> dict[str, float]:
         collector.steps.put(events)
         append.append((time.thread_time_ns() - began) / 1e3)
         collector.steps.drain()
-    return {
-        "collect and append": statistics.median(collect),
-        "of it the append": statistics.median(append),
-    }
+    medians = map(statistics.median, (collect, append))
+    return dict(zip(("collect and append", "of it the append"), medians, strict=True))
 
 
 def percentiles(values: list[float]) -> tuple[float, float, float]:
@@ -388,8 +386,7 @@ def report(taken: dict[tuple[str, str], Any], cpu: dict[str, float]) -> Iterator
         rates = sorted(taken["updates/s", way])
         low, median, high = rates[0], statistics.median(rates), rates[-1]
         yield f"updates/s, steps of 32: {way:10} {median:11,.0f} [{low:,.0f}, {high:,.0f}]"
-    for what, us in cpu.items():
-        yield f"scheduler's thread, CPU a step of 32: {what} {us:.1f} us"
+    yield from (f"scheduler's thread, CPU of a 32-step: {w} {us:.1f} us" for w, us in cpu.items())
 
 
 if __name__ == "__main__":
@@ -400,5 +397,4 @@ if __name__ == "__main__":
     if options.engine:
         serve(options.engine)
     else:
-        results = asyncio.run(measure(options.rounds))
-        print("\n".join(report(results, scheduler_cpu())))
+        print("\n".join(report(asyncio.run(measure(options.rounds)), scheduler_cpu())))

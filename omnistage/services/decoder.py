@@ -8,7 +8,6 @@ import os
 import secrets
 from typing import TYPE_CHECKING, Final
 
-import anyio
 from anyio import to_thread
 
 from omnistage.config import AUDIO
@@ -32,6 +31,8 @@ from omnistage.wire import PROTOCOL_VERSION, parse_topic
 from omnistage.wire_services import Abort, Aborted, DecoderInfo, Fault, Greet, Read
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from omnistage.config import DecoderStageConfig
     from omnistage.stages.decoder import DecoderStage
     from omnistage.transport.endpoints import Endpoints
@@ -43,7 +44,6 @@ log = logging.getLogger(__name__)
 
 _SECONDS: Final = 10.0  # for each step of the start, and of the end
 _RETRY_SECONDS: Final = 1.0
-_LOOK_SECONDS: Final = 1.0
 _REMEMBERED: Final = 1024
 
 
@@ -77,7 +77,10 @@ class DecoderService:
         self._bind = bind
         self._branch = Branch(config, endpoints)
         self._branch.decoder.on_unexpected = self._begin
-        self._upstream = _Upstream(self._branch.decoder, endpoints, connect, config.codec, within)
+        self._idle = asyncio.Event()  # or something else that a drain waits for
+        self._upstream = _Upstream(
+            self._branch.decoder, endpoints, connect, config.codec, within, self._idle.set
+        )
         self._outlets: dict[str, Outlet] = {}
         self._out: AudioOut | None = None
         self._publisher: Publisher | None = None
@@ -88,7 +91,6 @@ class DecoderService:
         self._aborted: dict[tuple[str, str], None] = {}  # the latest: (client, request id)
         self._metrics = ServiceMetrics(default_metrics(), config.name)
         self._draining = False
-        self._idle = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     def __len__(self) -> int:
@@ -168,8 +170,7 @@ class DecoderService:
         # with; without the AR service none can.
         while self._outlets or (self._upstream.up and self._server and self._server.clients):
             self._idle.clear()
-            with anyio.move_on_after(_LOOK_SECONDS):
-                await self._idle.wait()
+            await self._idle.wait()
 
     async def aclose(self) -> None:
         """Fail what is open, tell the clients, and give everything back. Idempotent."""
@@ -284,6 +285,7 @@ class _Upstream:
         endpoint: The service's.
         codec: Names what the decoder takes.
         within: Seconds that the service may take to answer first.
+        on_lapse: Called when it does not answer any more.
     """
 
     def __init__(
@@ -293,6 +295,7 @@ class _Upstream:
         endpoint: str,
         codec: str,
         within: float,
+        on_lapse: Callable[[], None],
     ) -> None:
         # Its own, however many decoders of this name there are.
         self.subscriber = f"{decoder.name[:50]}-{secrets.token_hex(4)}"
@@ -301,6 +304,7 @@ class _Upstream:
         self._decoder = decoder
         self._endpoints = endpoints
         self._within = within
+        self._on_lapse = on_lapse
         self._alone = Greet(PROTOCOL_VERSION, self.subscriber)
         self._link: ServiceLink | None = None
         self._info: DecoderInfo | None = None
@@ -361,6 +365,7 @@ class _Upstream:
         """It does not answer, has restarted or forgotten us; the next welcome is a new start."""
         if self._link is not None:
             self._link.greeting = self._alone
+        self._on_lapse()
 
     def on_message(self, message: ServiceMessage) -> None:
         """The list of decoders is for clients."""

@@ -66,7 +66,7 @@ class ServiceLink:
         handler: Whom it serves.
 
     Raises:
-        ConfigError: It is no endpoint.
+        ConfigError: It is no endpoint, or there are keys and no client's among them.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ServiceLink:
         monitor.setsockopt(zmq.RCVHWM, 0)  # else libzmq's I/O thread would wait for us to read
         try:
             connect(self._socket, endpoint, endpoints.curve)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ConfigError) as error:
             self._socket.disable_monitor()
             close_quietly(monitor)
             close_quietly(self._socket)

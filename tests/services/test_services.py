@@ -558,3 +558,13 @@ async def test_what_a_service_says_last_is_heard_before_it_is_gone(services: Ser
         time.sleep(0.3)  # the words and the end of the connection are there, and nobody has looked
         outcomes = await asyncio.gather(*(s.finished() for s in streams), return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {EngineDead}
+
+
+async def test_keys_without_a_clients_are_refused_and_leave_no_socket(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    for secret in (tmp_path / "keys" / "clients").glob("*_secret"):
+        secret.unlink()
+    with Endpoints(keys=Keys.load(tmp_path / "keys")) as endpoints:
+        with pytest.raises(ConfigError, match=r"clients/NAME\.key_secret"):
+            ServiceLink(endpoints, "tcp://127.0.0.1:9", Greet(PROTOCOL_VERSION, "me"), Silent())
+        assert all(socket.closed for socket in endpoints.context._sockets)
