@@ -40,8 +40,9 @@ class ARStageConfig:
             other threads.
         startup_timeout: Seconds from the engine's start to every engine core's hello.
         codec: Names what its ids are, for services: a decoder that names another codec is refused.
-        omni_pooler_payload_include_hidden: False keeps hidden states in vLLM's workers, also where
-            the processor wants them; nothing is taken there then.
+        omni_pooler_payload_include_hidden: Whether hidden states leave vLLM's workers, where the
+            processor wants payloads; None leaves it to the model, whose default is True. With
+            False, and no other outputs of the model's, nothing is taken there.
 
     Raises:
         ConfigError: A name that cannot be one, or an engine argument that the stage sets itself.
@@ -57,7 +58,7 @@ class ARStageConfig:
     start_method: Literal["spawn", "fork"] | None = None
     startup_timeout: float = 60.0
     codec: str = ""
-    omni_pooler_payload_include_hidden: bool = True
+    omni_pooler_payload_include_hidden: bool | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name, "a stage name")

@@ -114,6 +114,10 @@ class ProcessorError(ServerError):
     """A chunk processor raised or returned something that is not an update."""
 
 
+class PayloadError(ServerError):
+    """vLLM's worker could not give a request's tensors; the message is the original exception's."""
+
+
 class DecoderError(ServerError):
     """A decoder raised, or returned audio that contradicts its declaration."""
 

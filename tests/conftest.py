@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import blockbuster
 import pytest
@@ -15,6 +17,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The test models' entry point, which vLLM looks for in every process that it starts.
+sys.path.append(str(Path(__file__).parent / "omni_models" / "plugin"))
 
 
 # Where the package's code may block the event loop: (file, functions). Never while it serves.

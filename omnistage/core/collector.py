@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.v1.request import RequestStatus
 
 from omnistage.core.events import Ending, Event, Record, Refusal, StepEvents
-from omnistage.core.rows import MissingRows, RowCount
+from omnistage.core.rows import FailedRows, MissingRows, RowCount
 from omnistage.core.withhold import is_plain, may_withhold
-from omnistage.errors import ProtocolError, SubscriberStalled, UpdatesLost
+from omnistage.errors import PayloadError, ProtocolError, SubscriberStalled, UpdatesLost
 from omnistage.request import FinishReason, Payload
 from omnistage.transport.handover import HandOver
-from omnistage.wire import decode_admission
+from omnistage.wire import MAX_ERROR, decode_admission
 from omnistage.worker.payload import PAYLOAD_ATTRIBUTE, StepPayload
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class StepCollector:
         takes_tokens: For each channel, whether its processor declared ``requires_token_updates``.
         limit: Steps that may wait.
         log_stats: Whether the engine keeps statistics.
-        takes_rows: The channels whose processors want rows, where the workers give them.
+        takes_rows: The channels whose processors want payloads, where the workers give them.
+        only_prefill: Whether nothing of a payload is due behind a prompt.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class StepCollector:
         *,
         log_stats: bool = True,
         takes_rows: Collection[str] = (),
+        only_prefill: bool = False,
     ) -> None:
         self._takes_rows = takes_rows
+        self._only_prefill = only_prefill
         self._log_stats = log_stats
         self.steps: HandOver[StepEvents | Refusal] = HandOver(limit)
         self._takes_tokens = takes_tokens
@@ -80,7 +83,7 @@ class StepCollector:
             if any(channel in self._takes_rows for channel, _ in admission.consumers):
                 if request.resumable:
                     raise ProtocolError("a request whose input comes in pieces cannot have rows")
-                rows = RowCount(request.num_prompt_tokens)
+                rows = RowCount(request.num_prompt_tokens, only_prefill=self._only_prefill)
         except KeyError as error:
             self._refuse(request, f"unknown channel {error}; known: {sorted(self._takes_tokens)}")
         except (ProtocolError, AttributeError, TypeError) as error:
@@ -176,8 +179,8 @@ class StepCollector:
             tensors = arrived.take(request_id, record, sampled=len(ids))
             if ids and record.rows is not None:
                 record.rows.check_complete(record.total + len(ids))
-        except MissingRows as error:
-            events[record] = self._fail(request_id, str(error))
+        except (MissingRows, FailedRows) as error:
+            events[record] = self._fail(request_id, error)
             return
         record.tokens += len(ids)
         record.total += len(ids)
@@ -206,16 +209,17 @@ class StepCollector:
         """Take rows that came without ids, as those of a prefill's chunks do."""
         try:
             tensors = arrived.take(request_id, record, sampled=0)
-        except MissingRows as error:
-            events[record] = self._fail(request_id, str(error))
+        except (MissingRows, FailedRows) as error:
+            events[record] = self._fail(request_id, error)
         else:
             if tensors:
                 events[record] = Event(record, (), record.tokens, record.segment, tensors)
 
-    def _fail(self, request_id: str, error: str) -> Event:
+    def _fail(self, request_id: str, error: MissingRows | FailedRows) -> Event:
         """End a request that lacks rows; the AR stage is told, and aborts it in vLLM."""
         record = self._forget(request_id)
-        failure = (error, UpdatesLost.__name__)
+        kind = PayloadError if isinstance(error, FailedRows) else UpdatesLost
+        failure = (str(error)[:MAX_ERROR], kind.__name__)
         return Event(record, ending=Ending(FinishReason.ERROR, record.total, error=failure))
 
     def _pause(
@@ -266,7 +270,8 @@ class _Arrived:
         self._payload = payload
         self._places: dict[str, int] = {}
         if payload is not None:
-            self._places = {name: i for i, name in enumerate(payload.request_ids)}
+            names = payload.request_ids
+            self._places = {names[place]: i for i, place in enumerate(payload.places)}
 
     def take(
         self, request_id: str, record: Record, *, sampled: int

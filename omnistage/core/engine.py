@@ -32,7 +32,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from omnistage.config import AUDIO
 from omnistage.core.collector import EXTRA_ARG
 from omnistage.core.ends import Ends
-from omnistage.core.row_source import give_rows, with_rows
+from omnistage.core.row_source import give_payloads, with_rows
 from omnistage.core.wiring import WiredConfig, Wiring, wiring_of
 from omnistage.errors import (
     ConfigError,
@@ -262,7 +262,7 @@ def _wire(vllm_config: Any, config: ARStageConfig, control: str, directory: Path
         raise ConfigError(
             f"{ranks} data-parallel ranks cannot share {config.bind}; use port 0", stage=config.name
         )
-    takes_rows = give_rows(vllm_config, config)
+    contract, takes_rows = give_payloads(vllm_config, config)
     scheduler = vllm_config.scheduler_config
     kind = "OmniARAsyncScheduler" if scheduler.async_scheduling else "OmniARScheduler"
     scheduler.scheduler_cls = f"omnistage.core.scheduler.{kind}"
@@ -275,7 +275,11 @@ def _wire(vllm_config: Any, config: ARStageConfig, control: str, directory: Path
     )
     channels = {AUDIO: config.processor}
     wiring = Wiring(
-        stage=config.name, channels=channels, publisher=publisher, takes_rows=takes_rows
+        stage=config.name,
+        channels=channels,
+        publisher=publisher,
+        takes_rows=takes_rows,
+        contract=contract,
     )
     items: Any = vllm_config.additional_config or {}
     vllm_config.additional_config = WiredConfig(items, wiring)

@@ -1,6 +1,6 @@
-"""Rows of hidden states from vLLM's workers: which engines can give them, and how they are asked.
+"""Payloads from vLLM's workers: what a model declares, which engines can give it, how it is asked.
 
-A stage whose processor wants none, or whose configuration keeps them, has vLLM's own workers.
+A stage whose model declares nothing and whose processor wants nothing has vLLM's own workers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from omnistage.adapters.processor import wants_payload
 from omnistage.config import AUDIO
 from omnistage.errors import ConfigError, InvalidRequest
+from omnistage.worker.contract import PAYLOAD_OPTIONS, ModelContract, contract_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,44 +24,83 @@ WORKERS: Final = {
 """vLLM's worker classes, which a platform chooses, and ours over each."""
 
 
-def give_rows(vllm_config: Any, config: ARStageConfig) -> tuple[str, ...]:
-    """Have an engine's workers give rows, where the stage's processor wants them.
+def give_payloads(vllm_config: Any, config: ARStageConfig) -> tuple[ModelContract, tuple[str, ...]]:
+    """Have an engine's workers give payloads, and serve its model's hooks, where there are any.
 
     Returns:
-        The channels that get rows.
+        What the model declares, and the channels that get payloads.
 
     Raises:
-        ConfigError: The processor wants rows and an engine of this configuration has none to give,
-            or not all.
+        ConfigError: The model declares what cannot be; or an engine of this configuration has not
+            what the processor wants, not all of it, or would call a hook with wrong positions.
     """
-    if not (config.omni_pooler_payload_include_hidden and wants_payload(config.processor)):
-        return ()
+    contract = _contract(vllm_config.model_config, config)
+    wanted = wants_payload(config.processor) and contract.has_payload
+    if not (wanted or contract.extends_vllm):
+        return contract, ()
     parallel = vllm_config.parallel_config
-    for reason in _obstacles(vllm_config):
-        raise ConfigError(
-            f"{type(config.processor).__name__} wants hidden states, and {reason}; change that, or "
-            "set omni_pooler_payload_include_hidden=False",
-            stage=config.name,
-        )
+    asks = f"{type(config.processor).__name__} wants payloads"
+    if contract.extends_vllm:
+        asks = f"{contract.model} extends vLLM's model interface"
+    for reason in _obstacles(vllm_config, contract, wanted=wanted):
+        advice = "change that"
+        if not contract.extends_vllm:
+            advice += ", or set omni_pooler_payload_include_hidden=False"
+        raise ConfigError(f"{asks}, and {reason}; {advice}", stage=config.name)
     parallel.worker_cls = WORKERS[parallel.worker_cls]
-    return (AUDIO,)
+    # Plain values, the same at every start: they go into vLLM's compile-cache key.
+    options = {"include_hidden": contract.include_hidden}
+    vllm_config.additional_config = {
+        **(vllm_config.additional_config or {}),
+        PAYLOAD_OPTIONS: options,
+    }
+    return contract, (AUDIO,) if wanted else ()
 
 
-def _obstacles(vllm_config: Any) -> Iterator[str]:
+def _contract(model_config: Any, config: ARStageConfig) -> ModelContract:
+    registered = model_config.registry.models.get(model_config.architecture)
+    if getattr(registered, "module_name", "").startswith("vllm."):
+        # One of vLLM's own, which declares nothing: not imported here, which takes a while and may
+        # initialize a device.
+        included = config.omni_pooler_payload_include_hidden is not False
+        return ModelContract(model=model_config.architecture, include_hidden=included)
+    from vllm.model_executor.model_loader.utils import get_model_cls
+
+    return contract_of(get_model_cls(model_config), config.omni_pooler_payload_include_hidden)
+
+
+def _obstacles(vllm_config: Any, contract: ModelContract, *, wanted: bool) -> Iterator[str]:
     """What of a configuration would leave rows out, or give them wrong positions."""
     parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
+    asynchronous = vllm_config.scheduler_config.async_scheduling
     if parallel.worker_cls not in WORKERS:
         yield f"the worker class {parallel.worker_cls} is neither vLLM's CPU nor its GPU worker"
     if parallel.prefill_context_parallel_size > 1:
         yield "prefill context parallelism spreads a prompt's rows over ranks"
     if parallel.use_ubatching:
         yield "micro-batches (enable_dbo, ubatch_size) leave only the last one's"
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    if contract.extends_vllm and graphs.has_full_cudagraphs():
+        yield (
+            "full CUDA graphs do not run a model's hooks when they are replayed; set "
+            "compilation_config={'cudagraph_mode': 'PIECEWISE'}"
+        )
+    if contract.preprocesses and vllm_config.use_v2_model_runner:
+        yield (
+            "Model Runner V2 does not show its batch before a forward pass; set "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if contract.preprocesses and asynchronous and speculation is not None:
+        yield "speculation under async scheduling hides the positions before a forward pass"
+    if not wanted:
+        return
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         yield "kv_sharing_fast_prefill does not compute a prompt's rows"
     if speculation is not None and speculation.method != "ngram":
         yield f"speculation by {speculation.method!r} is unproven with them; 'ngram' works"
-    if speculation is not None and vllm_config.scheduler_config.async_scheduling:
-        yield "with speculation under async scheduling a worker does not know its rows' positions"
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.is_kv_consumer:
+        yield "a KV connector loads blocks whose rows are not computed; use a kv_producer"
 
 
 def with_rows(sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,50 +6,63 @@ what is passed on are the rows of ids that it has committed, from where the last
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omnistage.request import Payload
+from omnistage.worker.contract import Occurrence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from omnistage.worker.payload import StepPayload
+    from omnistage.worker.payload import Rows, StepPayload
 
 
 class MissingRows(Exception):
     """Rows that were computed did not come; the message names their positions."""
 
 
+class FailedRows(Exception):
+    """The worker could not build them; the message is its own."""
+
+
 class RowCount:
     """How far a request's rows have been passed on.
 
     Args:
-        prompt: Tokens of its prompt.
+        prompt: Positions of its prompt.
+        only_prefill: Whether none are due behind it.
     """
 
-    __slots__ = ("_prompt", "next")
+    __slots__ = ("_held", "_only_prefill", "_prompt", "next")
 
-    def __init__(self, prompt: int) -> None:
+    def __init__(self, prompt: int, *, only_prefill: bool = False) -> None:
         self._prompt = prompt
+        self._only_prefill = only_prefill
+        self._held: dict[str, list[Any]] = {}  # rows of a prompt that is not complete
         self.next = 0  # position of the next row
 
     def take(
         self, payload: StepPayload, index: int, *, committed: int, sampled: int
     ) -> Mapping[str, Payload] | None:
-        """The new rows of a step.
+        """What of a step is new.
 
         Args:
             payload: The step's payload.
-            index: The request's place in it.
+            index: The request's place among those that have one.
             committed: Ids sampled before this step.
             sampled: Ids that this step brought; with speculation, what was accepted and one more.
 
         Returns:
-            Tensors [rows, ...] by key, all of the same rows; None if none of them is new.
+            Tensors [rows, ...] by key. Those of a row each position have the same rows; one of a
+            row each request has one, of the last position; one of a prompt has all of its rows, in
+            the step that completes it. None if nothing is new.
 
         Raises:
             MissingRows: It starts behind the rows that are due.
+            FailedRows: There is an error in their place.
         """
+        if payload.error is not None:
+            raise FailedRows(payload.error)
         first, count = payload.first_rows[index], payload.counts[index]
         if first > self.next:
             raise MissingRows(_missing(self.next, first))
@@ -61,12 +74,19 @@ class RowCount:
         start, self.next = self.next, end
         tensors = {}
         for key, rows in payload.keys.items():
-            data = rows.data[index]
-            size = len(data) // count
-            if end - start < count:
-                data = data[(start - first) * size : (end - first) * size]
-            tensors[key] = Payload(rows.dtype, (end - start, *rows.shape), start, data)
-        return tensors
+            if rows.occurrence is Occurrence.TOKEN:
+                tensors[key] = _cut(rows, index, start, start - first, end - first)
+            elif rows.occurrence is Occurrence.REQUEST:
+                if sampled:
+                    tensors[key] = _cut(rows, index, end - 1, 0, 1)
+            elif start < self._prompt:
+                stop = min(end, self._prompt)
+                held = self._held.setdefault(key, [])
+                held.append(_cut(rows, index, start, start - first, stop - first).data)
+                if stop == self._prompt:
+                    data = b"".join(self._held.pop(key))
+                    tensors[key] = Payload(rows.dtype, (stop, *rows.shape), 0, data)
+        return tensors or None
 
     def check_complete(self, total: int) -> None:
         """Check that the row which the newest id was sampled from has come, and all before it.
@@ -77,9 +97,17 @@ class RowCount:
         Raises:
             MissingRows: It has not.
         """
-        due = self._prompt + total - 1
+        due = self._prompt if self._only_prefill else self._prompt + total - 1
         if self.next < due:
             raise MissingRows(_missing(self.next, due))
+
+
+def _cut(rows: Rows, index: int, first: int, start: int, stop: int) -> Payload:
+    """Rows ``start`` to ``stop`` of a request's, without a copy."""
+    size = len(rows.data) // rows.ends[-1]
+    offset = rows.ends[index - 1] if index else 0
+    data = memoryview(rows.data)[(offset + start) * size : (offset + stop) * size]
+    return Payload(rows.dtype, (stop - start, *rows.shape), first, data)
 
 
 def _missing(start: int, end: int) -> str:

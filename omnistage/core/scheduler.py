@@ -56,6 +56,7 @@ class OmniARSchedulerMixin(Scheduler):
             wiring.handover_limit,
             log_stats=self.log_stats,
             takes_rows=wiring.takes_rows,
+            only_prefill=wiring.contract is not None and wiring.contract.only_prefill,
         )
         adapter = OutputAdapter(wiring.channels, self._omni_collector.steps)
         self._omni_publisher = Publisher(

@@ -10,6 +10,7 @@ import msgspec
 from omnistage.adapters.processor import ChunkProcessor
 from omnistage.transport.owner import end_with
 from omnistage.transport.publisher import PublisherConfig
+from omnistage.worker.contract import ModelContract
 
 if TYPE_CHECKING:
     from omnistage.wire import Hello
@@ -26,7 +27,8 @@ class Wiring(msgspec.Struct, frozen=True, kw_only=True):
         channels: The processor of each channel.
         publisher: Where to publish.
         handover_limit: Steps that may wait for the publisher thread.
-        takes_rows: The channels whose processors get rows from the workers.
+        takes_rows: The channels whose processors get payloads from the workers.
+        contract: What the model declares, where it is known.
     """
 
     stage: str
@@ -34,6 +36,7 @@ class Wiring(msgspec.Struct, frozen=True, kw_only=True):
     publisher: PublisherConfig
     handover_limit: int = HANDOVER_LIMIT
     takes_rows: tuple[str, ...] = ()
+    contract: ModelContract | None = None
 
 
 class WiredConfig(dict[str, Any]):

@@ -1,57 +1,221 @@
-"""From a forward pass to a payload: the rows of those that want them, in memory of their own."""
+"""From a forward pass to a payload: the rows of those that want them, in memory of their own.
+
+In two halves. :func:`take` runs between the forward pass and its sampling, before the next
+execution can reuse what it reads; :func:`build` may run in another thread, and reads only what was
+taken.
+"""
 
 from __future__ import annotations
 
+import logging
+import traceback
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import torch
 
-from omnistage.worker.payload import HIDDEN, Rows, StepPayload
+from omnistage.worker.contract import HIDDEN, Occurrence
+from omnistage.worker.payload import Rows, StepPayload
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Mapping, Sequence
 
+    from omnistage.worker.contract import ModelContract
     from omnistage.worker.reader import Executed
 
+log = logging.getLogger(__name__)
 
-def build_payload(executed: Executed, wanted: Container[str]) -> StepPayload | None:
-    """The rows of the wanted requests, detached, in their exact dtype, owning their memory.
+DTYPES: Final = {
+    getattr(torch, name): name
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64"),
+        *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
+    )
+}
+"""The dtypes that cross, each exactly."""
 
-    It waits for the device, so that the next execution may reuse whatever it likes.
+Span = tuple[int, int]
+
+
+class OutputError(Exception):
+    """A model's outputs are not what it declares; the message names the key."""
+
+
+class TakenRows(msgspec.Struct, frozen=True):
+    """One key's rows, [rows, ...], still on the device; see :class:`Rows`."""
+
+    occurrence: Occurrence
+    ends: list[int]
+    tensor: torch.Tensor
+    ready: Any = None
+
+
+class Taken(msgspec.Struct):
+    """What was taken of a step; see :class:`StepPayload`."""
+
+    places: list[int]
+    first_rows: list[int]
+    counts: list[int]
+    keys: dict[str, TakenRows]
+    error: str | None = None
+
+
+def take(
+    executed: Executed,
+    outputs: Mapping[str, Any],
+    contract: ModelContract,
+    wanted: Mapping[str, int],
+    *,
+    later: bool = False,
+) -> Taken | None:
+    """Take the rows of the wanted requests: detached, in their exact dtype.
 
     Args:
         executed: The forward pass.
-        wanted: Ids of the requests whose rows are wanted.
+        outputs: What the model returned beside hidden states.
+        contract: What it declares.
+        wanted: The requests whose rows are wanted, and the length of each one's prompt.
+        later: Leave the copy from the device to :func:`build`.
 
     Returns:
-        None if no such request is in the batch.
+        None if there is nothing to send. Where the rows cannot be taken, an error for the requests.
     """
-    picked = [i for i, request_id in enumerate(executed.request_ids) if request_id in wanted]
+    picked = [i for i, name in enumerate(executed.request_ids) if name in wanted]
+    if contract.only_prefill:
+        names = executed.request_ids
+        picked = [i for i in picked if executed.first_rows[i] < wanted[names[i]]]
     if not picked:
         return None
+    firsts = [executed.first_rows[i] for i in picked]
     counts = [executed.counts[i] for i in picked]
-    return StepPayload(
-        [executed.request_ids[i] for i in picked],
-        [executed.first_rows[i] for i in picked],
-        counts,
-        {HIDDEN: _rows(_pick(executed, picked), counts)},
-    )
+    try:
+        _check_outputs(outputs, contract, executed)
+        keys = _take_keys(executed, outputs, contract, picked, wanted, later=later)
+    except Exception as error:
+        return Taken(picked, firsts, counts, {}, _describe(error))
+    return Taken(picked, firsts, counts, keys)
 
 
-def _pick(executed: Executed, picked: list[int]) -> torch.Tensor:
-    """The picked requests' rows of hidden states behind one another, [rows, hidden size]."""
-    ends = list(accumulate(executed.counts))
-    if len(picked) == len(executed.counts):
-        return executed.hidden[: ends[-1]]
-    return torch.cat([executed.hidden[ends[i] - executed.counts[i] : ends[i]] for i in picked])
+def build(taken: Taken, request_ids: list[str]) -> StepPayload:
+    """Bring what was taken to the host.
+
+    Args:
+        taken: What :func:`take` returned.
+        request_ids: The ids that vLLM returns with the step.
+    """
+    keys: dict[str, Rows] = {}
+    error = taken.error
+    if error is None:
+        try:
+            keys = {key: _to_host(rows) for key, rows in taken.keys.items()}
+        except Exception as failure:
+            error = _describe(failure)
+    return StepPayload(request_ids, taken.places, taken.first_rows, taken.counts, keys, error)
 
 
-def _rows(tensor: torch.Tensor, counts: list[int]) -> Rows:
-    """Copy a tensor, [rows, ...], to the host and cut it into as many rows as ``counts`` say."""
-    host = tensor.detach().cpu().contiguous()
-    shape = tuple(host.shape[1:])
-    flat = host.reshape(len(host), -1).view(torch.uint8).numpy()
-    ends = accumulate(counts)
-    data = [flat[end - n : end].tobytes() for n, end in zip(counts, ends, strict=True)]
-    return Rows(str(host.dtype).removeprefix("torch."), shape, data)
+def _describe(error: Exception) -> str:
+    """An exception and where it was raised, as its requests' client will read it."""
+    log.error("the payload of a step cannot be built; its requests fail", exc_info=error)
+    (*_, frame) = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+
+
+def _check_outputs(outputs: Mapping[str, Any], contract: ModelContract, executed: Executed) -> None:
+    """Check what a model returned against what it declares.
+
+    Raises:
+        OutputError: An undeclared key, or one of another shape or kind.
+    """
+    for key in outputs:
+        if key not in contract.outputs:
+            raise OutputError(
+                f"{contract.model} returned {key!r}, which its omni_outputs does not declare"
+            )
+    rows = sum(executed.counts)
+    for key, occurrence in contract.outputs.items():
+        value = outputs.get(key)
+        if value is None and occurrence is Occurrence.PREFILL:
+            continue  # missed below, if there are rows of a prompt
+        if not isinstance(value, torch.Tensor):
+            raise OutputError(
+                f"{contract.model} declares {key!r} and returned {type(value).__name__}, no tensor"
+            )
+        least = len(executed.counts) if occurrence is Occurrence.REQUEST else rows
+        if value.dim() == 0 or len(value) < least:
+            raise OutputError(
+                f"{contract.model} returned {key!r} of shape {list(value.shape)}; one row a "
+                f"{'request' if occurrence is Occurrence.REQUEST else 'token'} makes {least}"
+            )
+
+
+def _take_keys(
+    executed: Executed,
+    outputs: Mapping[str, Any],
+    contract: ModelContract,
+    picked: list[int],
+    wanted: Mapping[str, int],
+    *,
+    later: bool,
+) -> dict[str, TakenRows]:
+    stops = list(accumulate(executed.counts))
+    spans = [(stops[i] - executed.counts[i], stops[i]) for i in picked]
+    prompts = [
+        (start, max(start, min(end, start + wanted[executed.request_ids[i]] - first)))
+        for (start, end), i in zip(spans, picked, strict=True)
+        for first in (executed.first_rows[i],)
+    ]
+    places = [(i, i + 1) for i in picked]
+    cuts = {Occurrence.TOKEN: spans, Occurrence.PREFILL: prompts, Occurrence.REQUEST: places}
+    sources: dict[str, tuple[Occurrence, Any]] = {}
+    if contract.include_hidden:
+        sources[HIDDEN] = (Occurrence.TOKEN, executed.hidden)
+    sources |= {key: (n, outputs.get(key)) for key, n in contract.outputs.items()}
+    taken = {}
+    for key, (occurrence, tensor) in sources.items():
+        own = cuts[occurrence]
+        if all(start == end for start, end in own):
+            continue
+        if tensor is None:
+            raise OutputError(
+                f"{contract.model} returned no {key!r} for a step that computes rows of a prompt"
+            )
+        if tensor.dtype not in DTYPES:
+            raise OutputError(f"{contract.model} returned {key!r} in {tensor.dtype}")
+        rows = _select(tensor.detach(), own)
+        ready = None
+        if rows.is_cuda:
+            if later:
+                ready = torch.cuda.Event()
+                ready.record()
+            else:
+                rows = rows.cpu()
+        ends = list(accumulate(end - start for start, end in own))
+        taken[key] = TakenRows(occurrence, ends, rows, ready)
+    return taken
+
+
+def _select(tensor: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    """Copy spans of rows behind one another."""
+    pieces: list[Span] = []
+    for start, end in spans:
+        if pieces and pieces[-1][1] == start:
+            pieces[-1] = (pieces[-1][0], end)
+        elif start < end:
+            pieces.append((start, end))
+    if len(pieces) == 1:
+        ((start, end),) = pieces
+        return tensor[start:end].clone(memory_format=torch.contiguous_format)
+    return torch.cat([tensor[start:end] for start, end in pieces])
+
+
+def _to_host(rows: TakenRows) -> Rows:
+    tensor = rows.tensor
+    if rows.ready is not None:  # on a stream of its own: the main one is in the next forward pass
+        stream = torch.cuda.Stream(tensor.device)
+        stream.wait_event(rows.ready)
+        with torch.cuda.stream(stream):
+            tensor = tensor.to("cpu", non_blocking=True)
+        stream.synchronize()
+    data = tensor.reshape(-1).view(torch.uint8).numpy()
+    return Rows(rows.occurrence, DTYPES[tensor.dtype], tuple(tensor.shape[1:]), rows.ends, data)

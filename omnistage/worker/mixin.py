@@ -1,12 +1,11 @@
 """vLLM's own worker with a payload on its output, where a request of the step wants one.
 
 It knows requests that want rows and requests that do not: no stage, no channel, no endpoint. The
-model runner and the model are vLLM's and untouched.
+model runner is vLLM's and untouched.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -17,76 +16,101 @@ from vllm.v1.outputs import (
 )
 from vllm.v1.worker.worker_base import WorkerBase
 
-from omnistage.worker.build import build_payload
-from omnistage.worker.payload import PAYLOAD_ATTRIBUTE, WANTS_PAYLOAD
-from omnistage.worker.reader import read_executed
+from omnistage.worker.build import Taken, build, take
+from omnistage.worker.contract import PAYLOAD_OPTIONS
+from omnistage.worker.hooks import ModelHooks
+from omnistage.worker.payload import PAYLOAD_ATTRIBUTE
+from omnistage.worker.reader import read_executed, read_prepared
+from omnistage.worker.requests import WorkerRequests
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
-    from omnistage.worker.payload import StepPayload
-    from omnistage.worker.reader import Executed
-
-log = logging.getLogger(__name__)
-
 
 class PayloadWorkerMixin(WorkerBase):
-    """Attaches rows of hidden states to a step's output, for the requests that want them.
+    """Attaches what a step computed to its output, for the requests that want it.
 
-    While no request of a step wants any, it does nothing. A payload that cannot be built is logged
-    and left out: the scheduler then fails the requests that lack rows, and the engine lives.
+    While no request of a step wants any, and the model has no work of its own, it does nothing. A
+    payload that cannot be built costs the requests concerned, and the engine lives.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._omni_wanted: set[str] = set()
+    _omni_hooks: ModelHooks
+    _omni_requests: WorkerRequests
+    _omni_scheduled: SchedulerOutput | None = None
+    _omni_later = False
+
+    def load_model(self, **options: Any) -> None:
+        """Load the model as vLLM does, and look at what it declares."""
+        super().load_model(**options)
+        asked = self.vllm_config.additional_config.get(PAYLOAD_OPTIONS, {})
+        self._omni_hooks = ModelHooks(self.get_model(), asked.get("include_hidden"))
+        contract = self._omni_hooks.contract
+        self._omni_requests = WorkerRequests(
+            all_of_them=contract.preprocesses or contract.postprocesses
+        )
+        if contract.preprocesses:
+            self._omni_hooks.before_forward(self._preprocess)
+        # Only there is an output waited for in a thread of its own.
+        parallel, scheduler = self.vllm_config.parallel_config, self.vllm_config.scheduler_config
+        self._omni_later = (
+            scheduler.async_scheduling and parallel.distributed_executor_backend == "mp"
+        )
 
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        """Execute as vLLM does, after noting which requests want rows, and which are over."""
-        wanted = self._omni_wanted
-        if wanted:
-            wanted -= scheduler_output.finished_req_ids
-        for new in scheduler_output.scheduled_new_reqs:
-            params = new.sampling_params
-            if params is not None and (params.extra_args or {}).get(WANTS_PAYLOAD) is True:
-                wanted.add(new.req_id)
-        return super().execute_model(scheduler_output)
+        """Execute as vLLM does, after noting which requests want what, and which are over."""
+        self._omni_requests.note(scheduler_output)
+        self._omni_scheduled = scheduler_output
+        try:
+            return super().execute_model(scheduler_output)
+        finally:
+            self._omni_scheduled = None
 
     def sample_tokens(
         self, grammar_output: GrammarOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Sample as vLLM does, and attach the rows that its forward pass computed."""
-        if not self._omni_wanted or not _is_output_rank():
-            return super().sample_tokens(grammar_output)
-        # Before: sampling clears it. It holds on to the tensors, which nothing reuses until the
-        # next execution.
-        executed = read_executed(self.model_runner)
-        payload = None if executed is None else self._build(executed)
+        """Sample as vLLM does, and attach what its forward pass computed."""
+        taken = self._take()
         output = super().sample_tokens(grammar_output)
-        return output if payload is None else with_payload(output, payload)
+        return output if taken is None else with_payload(output, taken)
 
-    def _build(self, executed: Executed) -> StepPayload | None:
-        try:
-            return build_payload(executed, self._omni_wanted)
-        except Exception:
-            log.exception("the rows of a step could not be taken; their requests will fail")
+    def _preprocess(self) -> None:
+        if self._omni_scheduled is not None:  # None in a warm-up
+            batch = read_prepared(self.model_runner, self._omni_scheduled)
+            self._omni_hooks.preprocess(self._omni_requests.spans(batch))
+
+    def _take(self) -> Taken | None:
+        """What is to be sent of the step that is about to be sampled from."""
+        hooks, requests = self._omni_hooks, self._omni_requests
+        outputs = hooks.take_outputs()
+        if not (requests.wanted or hooks.contract.postprocesses):
             return None
+        # Before sampling, which clears it.
+        executed = read_executed(self.model_runner)
+        if executed is None:
+            return None
+        if hooks.contract.postprocesses:
+            # On every rank that has hidden states, so that they stay in step.
+            hooks.postprocess(requests.spans(executed), executed.hidden, outputs)
+        if not requests.wanted or not _is_output_rank():
+            return None
+        return take(executed, outputs, hooks.contract, requests.wanted, later=self._omni_later)
 
 
 class PayloadOutput(AsyncModelRunnerOutput):
-    """An output of vLLM's that is not there yet, and the payload that it will carry."""
+    """An output of vLLM's that is not there yet, and what was taken of its step.
 
-    def __init__(self, output: AsyncModelRunnerOutput, payload: StepPayload) -> None:
+    ``get_output`` runs in a thread of its own under the multiprocess executor.
+    """
+
+    def __init__(self, output: AsyncModelRunnerOutput, taken: Taken) -> None:
         self._output = output
-        self._payload = payload
+        self._taken = taken
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for vLLM's output, and attach the payload."""
-        output = self._output.get_output()
-        setattr(output, PAYLOAD_ATTRIBUTE, self._payload)
-        return output
+        return _attach(self._output.get_output(), self._taken)
 
     def get_kv_connector_output(self) -> Any:
         """VLLM 0.33 asks an output for it before the output is there."""
@@ -94,14 +118,18 @@ class PayloadOutput(AsyncModelRunnerOutput):
 
 
 def with_payload(
-    output: ModelRunnerOutput | AsyncModelRunnerOutput, payload: StepPayload
+    output: ModelRunnerOutput | AsyncModelRunnerOutput, taken: Taken
 ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
     """The same output with a payload on it, now or once it is there."""
     if isinstance(output, AsyncModelRunnerOutput):
-        return PayloadOutput(output, payload)
+        return PayloadOutput(output, taken)
     if output is EMPTY_MODEL_RUNNER_OUTPUT:
         return output  # one object for all steps of a process, without a request in it
-    setattr(output, PAYLOAD_ATTRIBUTE, payload)
+    return _attach(output, taken)
+
+
+def _attach(output: ModelRunnerOutput, taken: Taken) -> ModelRunnerOutput:
+    setattr(output, PAYLOAD_ATTRIBUTE, build(taken, output.req_ids))
     return output
 
 

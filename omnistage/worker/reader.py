@@ -5,32 +5,45 @@ Runner V1 keeps the batch beside the state, V2 inside it; what is read here is t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm.v1.core.sched.output import SchedulerOutput
 
-class Executed(NamedTuple):
-    """A forward pass that has not been sampled from.
+
+@dataclass(slots=True)
+class Batch:
+    """The requests of a forward pass, in its order; the runner's own objects, to be read at once.
 
     Args:
-        request_ids: The requests of the batch, in its order.
+        request_ids: Their ids.
         counts: How many tokens each had scheduled, which is how many rows it has.
         first_rows: How many tokens of each had been computed before.
-        hidden: Hidden states, [tokens or more, hidden size]; behind the tokens is padding.
     """
 
     request_ids: Sequence[str]
     counts: Sequence[int]
     first_rows: Sequence[int]
+
+
+@dataclass(slots=True)
+class Executed(Batch):
+    """A forward pass that has not been sampled from.
+
+    Args:
+        hidden: Hidden states, [tokens or more, hidden size]; behind the tokens is padding.
+    """
+
     hidden: torch.Tensor
 
 
 def read_executed(runner: Any) -> Executed | None:
-    """What a model runner has executed and not sampled yet; its own objects, to be read at once.
+    """What a model runner has executed and not sampled yet.
 
     Args:
         runner: vLLM's model runner, V1 or V2.
@@ -51,11 +64,20 @@ def read_executed(runner: Any) -> Executed | None:
             batch.num_computed_tokens_np[:count].tolist(),
             hidden,
         )
-    batch = runner.input_batch
-    scheduled = state.scheduler_output.num_scheduled_tokens
-    return Executed(
+    read = read_prepared(runner, state.scheduler_output)
+    return Executed(read.request_ids, read.counts, read.first_rows, hidden)
+
+
+def read_prepared(runner: Any, scheduled: SchedulerOutput) -> Batch:
+    """What runner V1 has prepared, before or after its forward pass; V2 does not show it before.
+
+    Args:
+        runner: vLLM's model runner V1.
+        scheduled: The step it has prepared.
+    """
+    batch, counts = runner.input_batch, scheduled.num_scheduled_tokens
+    return Batch(
         batch.req_ids,
-        [scheduled[request_id] for request_id in batch.req_ids],
+        [counts[request_id] for request_id in batch.req_ids],
         batch.num_computed_tokens_cpu[: batch.num_reqs].tolist(),
-        hidden,
     )

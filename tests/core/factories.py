@@ -6,6 +6,7 @@ import json
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,8 @@ from omnistage.core.output_adapter import OutputAdapter
 from omnistage.core.scheduler import OmniARAsyncScheduler, OmniARScheduler, OmniARSchedulerMixin
 from omnistage.request import Start
 from omnistage.wire import PROTOCOL_VERSION, Admission, Failed, Update, encode
-from omnistage.worker.payload import HIDDEN, PAYLOAD_ATTRIBUTE, Rows, StepPayload
+from omnistage.worker.contract import HIDDEN, Occurrence
+from omnistage.worker.payload import PAYLOAD_ATTRIBUTE, Rows, StepPayload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -284,9 +286,12 @@ class Driver:
             firsts.append(self.scheduler.requests[request_id].num_computed_tokens - count)
             rows = np.zeros((count, 2), np.int64)
             rows[:, 0] = range(firsts[-1], firsts[-1] + count)
-            data.append(rows.tobytes())
-        keys = {HIDDEN: Rows("int64", (2,), data)}
-        payload = StepPayload(list(counts), firsts, list(counts.values()), keys)
+            data.append(rows)
+        ends = list(accumulate(counts.values()))
+        raw = np.concatenate(data).reshape(-1).view(np.uint8)
+        keys = {HIDDEN: Rows(Occurrence.TOKEN, "int64", (2,), ends, raw)}
+        places = [output.req_ids.index(request_id) for request_id in counts]
+        payload = StepPayload(output.req_ids, places, firsts, list(counts.values()), keys)
         setattr(output, PAYLOAD_ATTRIBUTE, payload)
 
     def _draft(self, scheduled: SchedulerOutput) -> None:

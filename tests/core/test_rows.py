@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,8 @@ from vllm.v1.request import RequestStatus
 from omnistage.adapters.processor import HiddenStates
 from omnistage.core.rows import MissingRows, RowCount
 from omnistage.request import FinishReason
-from omnistage.worker.payload import HIDDEN, PAYLOAD_ATTRIBUTE, Rows, StepPayload
+from omnistage.worker.contract import HIDDEN, Occurrence
+from omnistage.worker.payload import PAYLOAD_ATTRIBUTE, Rows, StepPayload
 from tests.core.factories import CHANNEL, Harness, make_request, make_scheduler
 
 
@@ -138,7 +140,8 @@ def test_a_request_whose_input_comes_in_pieces_is_refused() -> None:
 
 def test_a_cut_keeps_the_bytes_and_positions_of_the_rows_that_are_new() -> None:
     data = bytes(range(40))  # 5 rows of 2 float32
-    payload = StepPayload(["r"], [7], [5], {HIDDEN: Rows("float32", (2,), [data])})
+    rows = Rows(Occurrence.TOKEN, "float32", (2,), [5], np.frombuffer(data, np.uint8))
+    payload = StepPayload(["r"], [0], [7], [5], {HIDDEN: rows})
     count = RowCount(10)
     count.next = 9
     # 12 is committed after this step: of three drafts one was accepted.
@@ -152,7 +155,7 @@ def test_a_cut_keeps_the_bytes_and_positions_of_the_rows_that_are_new() -> None:
     assert more is not None
     assert (more[HIDDEN].first_row, more[HIDDEN].data) == (11, data[32:])
     with pytest.raises(MissingRows, match="rows 12 to 19"):
-        count.take(StepPayload(["r"], [20], [1], payload.keys), 0, committed=50, sampled=1)
+        count.take(StepPayload(["r"], [0], [20], [1], payload.keys), 0, committed=50, sampled=1)
 
 
 def test_without_rows_wanted_a_payload_is_taken_off_and_no_more(
@@ -161,7 +164,7 @@ def test_without_rows_wanted_a_payload_is_taken_off_and_no_more(
     from omnistage.adapters.processor import TokenUpdates
 
     made: list[Any] = []
-    monkeypatch.setattr(RowCount, "__init__", lambda self, prompt: made.append(self))
+    monkeypatch.setattr(RowCount, "__init__", lambda self, prompt, **_: made.append(self))
     run = Harness(make_scheduler(), {CHANNEL: TokenUpdates()})
     run.rows_of = lambda _: True
     run.add(make_request("r", max_tokens=4))

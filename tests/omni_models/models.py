@@ -1,0 +1,171 @@
+"""Qwen3-shaped models whose outputs say themselves where they come from.
+
+Beside hidden states each returns integer rows of the position and the id that the model was given
+there, so that a test can tell a row of another position, request or step from the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+from omnistage.worker.requests import Span
+
+
+class OmniPlain(Qwen3ForCausalLM):
+    """Extends nothing: what vLLM's own class does, under a name from outside."""
+
+
+class _SelfChecking(Qwen3ForCausalLM):
+    """Returns (hidden, outputs); the outputs are those that a class declares."""
+
+    omni_outputs: Mapping[str, str] = {}
+    spans: Sequence[Span] = ()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> Any:
+        hidden = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+        if not isinstance(hidden, torch.Tensor):
+            return hidden  # of a pipeline stage that is not the last
+        return hidden, self.outputs(input_ids, positions, hidden)
+
+    def outputs(
+        self, input_ids: torch.Tensor | None, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """What a class adds."""
+        rows = rows_of(input_ids, positions)
+        return {key: rows for key, kind in self.omni_outputs.items() if kind != "request"}
+
+
+def rows_of(input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+    """Each row's position and id, [rows, 2]; the id is -1 where embeddings were given."""
+    ids = torch.full_like(positions, -1) if input_ids is None else input_ids
+    return torch.stack([positions.long(), ids.long()], dim=1)
+
+
+class OmniRows(_SelfChecking):
+    """Rows of every position beside hidden states."""
+
+    omni_outputs = {"codes": "token"}  # noqa: RUF012 as a model's author writes it
+
+
+class OmniTokensOnly(_SelfChecking):
+    """Codec rows, and hidden states that stay where they are."""
+
+    omni_pooler_payload_include_hidden = False
+    omni_outputs = {"codes": "token"}  # noqa: RUF012
+
+
+class OmniPrefill(_SelfChecking):
+    """Rows of the prompt, once."""
+
+    omni_pooler_payload_include_hidden = False
+    omni_outputs = {"prompt": "prefill"}  # noqa: RUF012
+
+
+class OmniPostprocess(_SelfChecking):
+    """Adds up the ids of each request from step to step.
+
+    ``sums`` is a row a request: its last position, and the sum of all its ids up to there, or -1 if
+    the model's state does not go back to its first.
+    """
+
+    omni_pooler_payload_include_hidden = False
+    omni_outputs = {"codes": "token", "sums": "request"}  # noqa: RUF012
+
+    def omni_preprocess(self, spans: Sequence[Span]) -> None:
+        """Keep the batch for the forward pass that follows."""
+        self.spans = list(spans)
+
+    def outputs(
+        self, input_ids: torch.Tensor | None, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """What the state says of the steps before, and this one's ids."""
+        rows = rows_of(input_ids, positions)
+        sums = torch.full((max(len(self.spans), 1), 2), -1, dtype=torch.long)
+        for i, span in enumerate(self.spans):
+            before = 0 if span.position == 0 else span.state.get(span.position - 1)
+            sums[i, 0] = span.position + span.stop - span.start - 1
+            if before is not None:
+                sums[i, 1] = before + rows[span.start : span.stop, 1].sum()
+        return {"codes": rows, "sums": sums}
+
+    def omni_postprocess(
+        self, spans: Sequence[Span], hidden: torch.Tensor, outputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Note the sum up to each position: drafts may be rejected."""
+        for span in spans:
+            total = 0 if span.position == 0 else span.state.get(span.position - 1)
+            for position, token in outputs["codes"][span.start : span.stop].tolist():
+                total = None if total is None else total + token
+                span.state[position] = total
+
+
+class OmniConditioned(_SelfChecking):
+    """Adds a request's ``voice``, [hidden size], to the embeddings of its first two positions.
+
+    ``voices`` is a row a request: its conditioning's first element in thousandths, or -1.
+    """
+
+    omni_outputs = {"codes": "token", "voices": "request"}  # noqa: RUF012
+
+    def omni_preprocess(self, spans: Sequence[Span]) -> None:
+        """Keep the batch for the forward pass that follows."""
+        self.spans = list(spans)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> Any:
+        if inputs_embeds is None and input_ids is not None:
+            inputs_embeds = self.embed_input_ids(input_ids)
+            for span in self.spans:
+                voice = span.conditioning.get("voice")
+                if voice is not None and span.position < 2:
+                    stop = min(span.stop, span.start + 2 - span.position)
+                    inputs_embeds[span.start : stop] += voice.to(inputs_embeds)
+        hidden = Qwen3ForCausalLM.forward(
+            self, input_ids, positions, intermediate_tensors, inputs_embeds
+        )
+        if not isinstance(hidden, torch.Tensor):
+            return hidden
+        voices = torch.full((len(hidden), 1), -1, dtype=torch.long)
+        for i, span in enumerate(self.spans):
+            voice = span.conditioning.get("voice")
+            if voice is not None:
+                voices[i, 0] = round(1000 * float(voice.reshape(-1)[0]))
+        return hidden, {"codes": rows_of(input_ids, positions), "voices": voices}
+
+
+class OmniBroken(_SelfChecking):
+    """Returns what it does not declare, or not all of what it does, as a request's first id says.
+
+    Id 1000: a key too many. 1001: one too few. 1002: too few rows. Anything else is in order.
+    """
+
+    omni_outputs = {"codes": "token"}  # noqa: RUF012
+
+    def outputs(
+        self, input_ids: torch.Tensor | None, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """What the ids ask for."""
+        rows = rows_of(input_ids, positions)
+        ids = set() if input_ids is None else set(input_ids.tolist())
+        if 1000 in ids:
+            return {"codes": rows, "surprise": rows}
+        if 1001 in ids:
+            return {}
+        if 1002 in ids:
+            return {"codes": rows[:-1]}
+        return {"codes": rows}
