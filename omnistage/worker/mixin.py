@@ -42,7 +42,8 @@ class PayloadWorkerMixin(WorkerBase):
     def load_model(self, **options: Any) -> None:
         """Load the model as vLLM does, and look at what it declares."""
         super().load_model(**options)
-        asked = self.vllm_config.additional_config.get(PAYLOAD_OPTIONS, {})
+        configured: Any = self.vllm_config.additional_config
+        asked = configured.get(PAYLOAD_OPTIONS, {})
         self._omni_hooks = ModelHooks(self.get_model(), asked.get("include_hidden"))
         contract = self._omni_hooks.contract
         self._omni_requests = WorkerRequests(
@@ -53,7 +54,7 @@ class PayloadWorkerMixin(WorkerBase):
         # Only there is an output waited for in a thread of its own.
         parallel, scheduler = self.vllm_config.parallel_config, self.vllm_config.scheduler_config
         self._omni_later = (
-            scheduler.async_scheduling and parallel.distributed_executor_backend == "mp"
+            bool(scheduler.async_scheduling) and parallel.distributed_executor_backend == "mp"
         )
 
     def execute_model(
