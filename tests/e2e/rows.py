@@ -26,6 +26,7 @@ from omnistage.worker.build import build, take
 from tests.e2e.conftest import CHECKPOINT, wait_until_idle
 from tests.e2e.inside import llm_of, report
 from tests.e2e.test_cramped import CRAMPED
+from tests.omni_models import connector
 
 SIZE = 256
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -42,6 +43,7 @@ class Workers(NamedTuple):
         looked: How often it looked whether there are any.
         threads: The threads in which it brought them to the host.
         overlaps: Whether its outputs come later, in another thread where it is another process.
+        called: The threads that ran a collective, or asked a KV connector.
     """
 
     kinds: list[str]
@@ -50,6 +52,7 @@ class Workers(NamedTuple):
     looked: int
     threads: list[str]
     overlaps: bool
+    called: dict[str, list[str]]
 
 
 _built: list[str] = []
@@ -74,7 +77,8 @@ def _describe(worker: Any) -> tuple[Any, ...]:
     kinds = [kind.__qualname__ for kind in type(worker).__mro__]
     overlaps = worker.model_runner.use_async_scheduling
     known = len(worker._omni_requests)
-    return kinds, known, list(_built), len(_looks), sorted(_threads), overlaps
+    called = {what: sorted(names) for what, names in connector.THREADS.items()}
+    return kinds, known, list(_built), len(_looks), sorted(_threads), overlaps, called
 
 
 def _ask_workers(self: Any) -> Any:

@@ -29,11 +29,15 @@ from tests.e2e.rows import (
     workers_of,
 )
 from tests.omni_models.checkpoint import checkpoint, draft_checkpoint
+from tests.omni_models.connector import COLLECTIVES, watched
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
 TWO = pytest.mark.parametrize(
     ("scheduling", "executor"), [("sync", "uni"), ("async", "mp")], ids=["inline", "background"]
+)
+TWO_OF_MP = pytest.mark.parametrize(
+    ("scheduling", "executor"), [("sync", "mp"), ("async", "mp")], ids=["inline", "background"]
 )
 REPEATS = [1, 4, *[70, 80, 90] * 6, 3]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
@@ -254,17 +258,39 @@ async def test_hidden_states_that_are_kept_leave_the_stock_worker_and_the_ids() 
         llm.shutdown()
 
 
+@TWO_OF_MP
 async def test_of_two_tensor_parallel_ranks_one_gives_each_row_once(
-    models: Path, monkeypatch: pytest.MonkeyPatch
+    scheduling: str, executor: str, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With a KV connector, of which vLLM collects something from every rank.
+
+    A collective in another thread than the main one would meet the other rank's next one, and one
+    of the two would wait for ever.
+    """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers may have one core
+    for owner, name in COLLECTIVES:  # in the workers too: they are forked
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    transfer = {
+        "kv_connector": "NothingConnector",
+        "kv_connector_module_path": "tests.omni_models.connector",
+        "kv_role": "kv_producer",
+    }
     config = stage(models, "OmniPostprocess", omni_pooler_payload_include_hidden=True)
-    async with running(config, "sync", "mp", tensor_parallel_size=2) as (pipeline, reader):
-        asked = [prompt(i, 40 + 30 * i) for i in range(3)]
+    async with (
+        asyncio.timeout(60),
+        running(
+            config, scheduling, executor, tensor_parallel_size=2, kv_transfer_config=transfer
+        ) as (pipeline, reader),
+    ):
+        asked = [prompt(i, 40 + 30 * i) for i in range(4)]
         done = await asyncio.gather(*(run(pipeline, reader, p, max_tokens=30) for p in asked))
         for p, (ids, rows) in zip(asked, done, strict=True):
             check(p, ids, rows)
-        assert [bool(worker.built) for worker in await workers_of(pipeline)] == [True, False]
+        first, second = await workers_of(pipeline)
+        assert (bool(first.built), bool(second.built)) == (True, False)
+        for worker in (first, second):
+            assert worker.called == {"collective": ["MainThread"], "connector": ["MainThread"]}
+        assert first.threads == ["WorkerAsyncOutputCopy" if scheduling == "async" else "MainThread"]
         await check_nothing_left(pipeline)
 
 
