@@ -41,11 +41,15 @@ def _obstacles(vllm_config: Any, kv_cache_config: KVCacheConfig | None) -> Itera
         yield "a KV connector may load a prefix whose rows were never computed here"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism spreads a block's positions over ranks"
+    if vllm_config.speculative_config is not None:
+        # A session's segment that ends among accepted drafts leaves the KV cache of those behind
+        # its end where the next input's first ids are, and these are not computed.
+        yield "with speculation vLLM may hit positions of a session that it has not computed"
     if vllm_config.scheduler_config.policy == "priority":
         # A request that is scheduled, and preempted later in the same step, leaves blocks that
         # were handed out without a word to the worker, and that may be hit without having been
         # computed: https://github.com/vllm-project/vllm/issues/57580.
-        yield "under the priority policy vLLM may hit blocks that it has not computed"
+        yield "under the priority policy vLLM may hit positions that it has not computed"
     if kv_cache_config is not None:
         yield from _group_obstacles(kv_cache_config)
 

@@ -4,20 +4,23 @@ A request that finds its prefix in the prefix cache does not compute it again; i
 They are addressed as the KV cache is, by block and slot, so that whatever vLLM may hit is here, and
 nothing else is.
 
-Why an entry carries no hash of its tokens. A block's rows are another's only if the block was
-handed out, or a slot computed, without this store's knowledge:
+Why an entry carries no hash of its tokens. It would be another's only if a slot were computed, or a
+block handed out, without the store's knowledge:
 
-- vLLM hands a block out in the step of the request that gets it, and a step empties the blocks that
-  it hands out. After a preemption, an abort or an end a block is only free: it is hit as it is, or
-  handed out again.
-- A step empties the slots that it computes before it stores. A rejected draft's row is gone when
-  its slot is computed again, also if that step stores nothing, because its rows could not be taken.
-- vLLM may hit a block from the step on in which its last slot is computed, and never a slot of a
-  token that it has not committed. Rows of a step are stored before those of its hits are loaded.
+- vLLM hits whole blocks of committed tokens. Each of their slots was computed by a step since the
+  block was handed out, and a step empties the slots that it computes before it stores: those of
+  a rejected draft too, when they are computed again, also if that step stores nothing because its
+  rows could not be taken.
+- A step also empties the blocks that it hands out, so that a slot nobody has computed since, as
+  in a block that was copied in part, is absent and not its last owner's. A block that a preempted,
+  aborted or finished request leaves is only free: it is hit as it is, or handed out again.
+- A block may be hit from the very step on in which its last slot is computed: rows of a step are
+  stored before those of its hits are loaded.
 - Steps are taken whole, in their order. A step of async scheduling whose rows are copied late is
   taken late, and so are those behind it.
 
-Under the priority policy the first does not hold, and the store is refused: see ``cache_group.py``.
+Where vLLM hits what it has not computed, in its own KV cache as here, the store is refused: see
+``cache_group.py``.
 """
 
 from __future__ import annotations

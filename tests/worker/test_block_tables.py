@@ -111,9 +111,9 @@ class TestTables:
         assert tables.update(step(goes_on={"a": (3, None)}, a=3)).fresh == []
 
     def test_a_resumed_request_begins_anew_in_runner_v1(self) -> None:
+        """Which vLLM need not tell of preemptions: its field of those is for V2."""
         tables = BlockTables(4)
         tables.update(step(new("a", [7, 3]), a=6))
-        tables.update(step(preempted=("a",)))
         blocks = tables.update(
             step(goes_on={"a": (4, [7, 8])}, resumed=("a",), a=3),
         )
@@ -211,6 +211,7 @@ def vllm_config(**fields: Any) -> Any:
             decode_context_parallel_size=fields.get("dcp", 1),
             prefill_context_parallel_size=fields.get("pcp", 1),
         ),
+        speculative_config=fields.get("speculation"),
         scheduler_config=SimpleNamespace(policy=fields.get("policy", "fcfs")),
     )
 
@@ -224,11 +225,24 @@ class TestObstacles:
     @pytest.mark.parametrize(
         ("fields", "words"),
         [
+            ({"prefix_cache": False}, "prefix caching is off"),
+            ({"policy": "priority"}, "priority policy"),
+            ({"drafts": 3}, "speculation"),
+        ],
+    )
+    def test_vllms_own_configuration_is_read(self, fields: dict[str, Any], words: str) -> None:
+        scheduler = make_scheduler(**{"prefix_cache": True, **fields})
+        assert words in str(prefix_rows_obstacle(scheduler.vllm_config))
+
+    @pytest.mark.parametrize(
+        ("fields", "words"),
+        [
             ({"prefix_caching": False}, "prefix caching is off"),
             ({"connector": object()}, "connector"),
             ({"dcp": 2}, "context parallelism"),
             ({"pcp": 2}, "context parallelism"),
-            ({"policy": "priority"}, "not computed"),
+            ({"policy": "priority"}, "priority policy"),
+            ({"speculation": object()}, "speculation"),
         ],
     )
     def test_a_configuration_in_the_way_is_named(self, fields: dict[str, Any], words: str) -> None:

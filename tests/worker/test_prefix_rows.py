@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
 from omnistage.worker.block_tables import BlockTables, Span, StepBlocks
-from omnistage.worker.cache_group import prefix_rows_obstacle
 from omnistage.worker.prefix_rows import AbsentRows, PrefixRows
 from tests.core.factories import BLOCK, Driver, make_request, make_scheduler
 
@@ -77,6 +76,8 @@ class RowDriver(Driver):
         )
         self.tables = BlockTables(BLOCK)
         self.rows = PrefixRows(scheduler.kv_cache_config.num_blocks, BLOCK)
+        self.tokens: dict[str, list[int]] = {}
+        """Each request's, which are those that its runner knows."""
         self.loaded = 0
         """Positions of cached prefixes whose rows came."""
         self.absent = 0
@@ -87,7 +88,6 @@ class RowDriver(Driver):
         """Prefixes that another request computed in the very step."""
         self._random = random.Random(seed)
         self._failures = failures
-        self._tokens: dict[str, list[int]] = {}
         self._computed: dict[int, bytes] = {}  # what was last computed in a slot
         self._stored: dict[str, dict[int, bytes]] = {key: {} for key in WIDTHS}
 
@@ -105,9 +105,9 @@ class RowDriver(Driver):
             # V2's runner is told all tokens, V1's those of the prompt.
             tokens = new.prefill_token_ids or new.prompt_token_ids
             assert tokens is not None
-            self._tokens[new.req_id] = list(tokens)
+            self.tokens[new.req_id] = list(tokens)
         for request_id in scheduled.scheduled_cached_reqs.resumed_req_ids:
-            self._tokens[request_id] = list(
+            self.tokens[request_id] = list(
                 scheduled.scheduled_cached_reqs.all_token_ids[request_id]
             )
         step = self.tables.update(scheduled)
@@ -115,7 +115,7 @@ class RowDriver(Driver):
         for request_id, span in step.cached.items():
             self._check(request_id, span, step)
         for request_id, sampled in zip(output.req_ids, output.sampled_token_ids, strict=True):
-            self._tokens[request_id] += sampled
+            self.tokens[request_id] += sampled
         return output
 
     def _compute(self, step: StepBlocks, scheduled: SchedulerOutput) -> None:
@@ -124,7 +124,7 @@ class RowDriver(Driver):
         rows: dict[str, list[bytes]] = {}
         for request_id, span in step.computed.items():
             drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
-            rows[request_id] = chain(self._tokens[request_id] + drafts)[span.first : span.end]
+            rows[request_id] = chain(self.tokens[request_id] + drafts)[span.first : span.end]
             held = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
             assert slots(Span(span.first, span.end, held[span.first // BLOCK :])) == slots(span)
             for slot, row in zip(slots(span), rows[request_id], strict=True):
@@ -152,23 +152,24 @@ class RowDriver(Driver):
     def _check(self, request_id: str, span: Span, step: StepBlocks) -> None:
         """A cached prefix's rows are what its own tokens say, or said to be absent."""
         assert span.first == 0
-        due = chain(self._tokens[request_id])[: span.end]
-        self.uncomputed += [
-            p for p, slot in enumerate(slots(span)) if self._computed.get(slot) != due[p]
-        ]
+        due = chain(self.tokens[request_id])[: span.end]
+        held = [self._computed.get(slot) for slot in slots(span)]
+        if held != due:  # and so is its KV cache
+            self.uncomputed += [p for p in range(span.end) if held[p] != due[p]]
+            return
         of_this_step = {slot for other in step.computed.values() for slot in slots(other)}
         self.same_step += bool(of_this_step.intersection(slots(span)))
         for key, width in WIDTHS.items():
             stored = [slot in self._stored[key] for slot in slots(span)]
+            self.loaded += sum(stored)
+            self.absent += span.end - sum(stored)
             if all(stored):
                 assert (self.rows.load(key, span) == packed(due, width)).all()
-                self.loaded += span.end
                 continue
             with pytest.raises(AbsentRows) as caught:
                 self.rows.load(key, span)
             positions = list(caught.value.positions)
             assert positions == [p for p, there in enumerate(stored) if not there]
-            self.absent += len(positions)
             for p in set(range(span.end)) - set(positions):
                 one = Span(p, p + 1, [span.blocks[p // BLOCK]])
                 assert self.rows.load(key, one).tobytes() == due[p][:width]
@@ -257,12 +258,11 @@ def every_prefix(
         failures=failures,
         seed=seed,
     )
-    assert prefix_rows_obstacle(driver.scheduler.vllm_config, driver.scheduler.kv_cache_config) is (
-        None
-    )
     names: list[str] = []
     live = driver.scheduler.requests
     for kind, a, b, c in operations:
+        if kind == "session" and drafts:
+            continue  # vLLM's own KV cache would be wrong: see below
         if kind in {"add", "mute"}:
             names.append(f"r{len(names)}{'mute' * (kind == 'mute')}{'x' * (c % 2)}")
             add(driver, names[-1], prompt=prompt(a, c), max_tokens=b)
@@ -365,6 +365,32 @@ class TestOnRealSchedulers:
         add(driver, "b", prompt=50)
         driver.run()
         assert (driver.loaded, driver.absent) == (48, 48)
+
+
+def test_rejected_drafts_leave_no_rows_where_a_step_stores_nothing() -> None:
+    driver = make_driver(drafts=3, failures=0.5)
+    add(driver, "a", prompt=20, max_tokens=60)
+    driver.run()
+    add(driver, "b", prompt=driver.tokens["a"][:70])
+    driver.run()
+    assert driver.loaded
+    assert driver.absent
+
+
+def test_with_speculation_vllm_takes_a_sessions_drafts_for_its_next_input() -> None:
+    """Why it is refused; once vLLM mends it, this fails, and the refusal may go."""
+    driver = make_driver(drafts=3)
+    add(driver, "s", prompt=4, max_tokens=4, resumable=True)
+    for _ in range(5):
+        driver.step()
+    add(driver, "s", prompt=[9] * 20, max_tokens=1, resumable=True)
+    for _ in range(3):
+        driver.step()
+    add(driver, "b", prompt=[*driver.tokens["s"], 7])
+    driver.step()
+    # Drafts accepted behind the last id that the segment was to have count as computed, and the
+    # input's first two ids, at their positions, are not computed.
+    assert driver.uncomputed == [8, 9]
 
 
 def test_under_the_priority_policy_vllm_hits_what_it_has_not_computed(
