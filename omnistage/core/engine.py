@@ -77,6 +77,7 @@ class Engine:
         self._splits_prefill = bool(config.scheduler_config.enable_chunked_prefill)
         wiring = wiring_of(config)
         self._gives_rows = wiring is not None and bool(wiring.takes_rows)
+        self._keeps_prefixes = wiring is not None and wiring.prefix_rows
         declared = config.model_config.try_get_generation_config().get("eos_token_id")
         self._ends = Ends(declared, llm.renderer.tokenizer, self._vocabulary)
         if not self._ends.reachable:
@@ -110,7 +111,9 @@ class Engine:
         sampling = engine_input.sampling
         extra: dict[str, Any] = {} if record is None else {EXTRA_ARG: record}
         if self._gives_rows and consumed:
-            sampling, extra = with_rows(sampling), {**extra, WANTS_PAYLOAD: True}
+            extra[WANTS_PAYLOAD] = True
+            if not self._keeps_prefixes:
+                sampling = with_rows(sampling)
         params = self._sampling_params(sampling, extra or None)
         try:
             prompt = await self._render(engine_input.prompt)
@@ -280,6 +283,7 @@ def _wire(vllm_config: Any, config: ARStageConfig, control: str, directory: Path
         publisher=publisher,
         takes_rows=takes_rows,
         contract=contract,
+        prefix_rows=bool(takes_rows) and config.prefix_rows,
     )
     items: Any = vllm_config.additional_config or {}
     vllm_config.additional_config = WiredConfig(items, wiring)

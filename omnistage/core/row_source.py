@@ -46,6 +46,8 @@ def give_payloads(vllm_config: Any, config: ARStageConfig) -> tuple[ModelContrac
     parallel.worker_cls = WORKERS[parallel.worker_cls]
     # Plain values, the same at every start: they go into vLLM's compile-cache key.
     options = {"include_hidden": contract.include_hidden}
+    if wanted and config.prefix_rows:
+        options["prefix_rows"] = True
     vllm_config.additional_config = {
         **(vllm_config.additional_config or {}),
         PAYLOAD_OPTIONS: options,
@@ -68,6 +70,11 @@ def _contract(model_config: Any, config: ARStageConfig) -> ModelContract:
 def _check(
     vllm_config: Any, config: ARStageConfig, contract: ModelContract, *, wanted: bool
 ) -> None:
+    if wanted and config.prefix_rows:
+        from omnistage.worker.cache_group import prefix_rows_obstacle
+
+        if obstacle := prefix_rows_obstacle(vllm_config):
+            raise ConfigError(f"prefix_rows=True, and {obstacle}; leave it out", stage=config.name)
     asks = f"{type(config.processor).__name__} wants payloads"
     advice = "change that, or set omni_pooler_payload_include_hidden=False"
     if contract.extends_vllm:

@@ -29,6 +29,7 @@ class Wiring(msgspec.Struct, frozen=True, kw_only=True):
         handover_limit: Steps that may wait for the publisher thread.
         takes_rows: The channels whose processors get payloads from the workers.
         contract: What the model declares, where it is known.
+        prefix_rows: Whether the workers keep the rows of cached prefixes.
     """
 
     stage: str
@@ -37,6 +38,7 @@ class Wiring(msgspec.Struct, frozen=True, kw_only=True):
     handover_limit: int = HANDOVER_LIMIT
     takes_rows: tuple[str, ...] = ()
     contract: ModelContract | None = None
+    prefix_rows: bool = False
 
 
 class WiredConfig(dict[str, Any]):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 from vllm.sampling_params import StructuredOutputsParams
 
 from omnistage import ARStageConfig, HiddenStates, Pipeline, TokenUpdates
@@ -22,6 +23,7 @@ from tests.e2e.rows import (
     Reader,
     check,
     check_nothing_left,
+    close,
     prompt,
     run,
     running,
@@ -233,6 +235,108 @@ async def test_outputs_that_are_not_what_is_declared_fail_their_step_alone(
         assert reader.errors[stream.request_id]
         check(PROMPT, *await run(pipeline, reader, PROMPT, max_tokens=20))
         await check_nothing_left(pipeline)
+
+
+@TWO
+async def test_rows_of_cached_prefixes_are_those_that_were_computed(
+    scheduling: str, executor: str, models: Path
+) -> None:
+    """Each prompt first with the prefix cache passed over, which is the answer to compare with."""
+    config = stage(models, "OmniRows", prefix_rows=True)
+    async with running(config, scheduling, executor, num_gpu_blocks_override=40) as (
+        pipeline,
+        reader,
+    ):
+        llm = llm_of(pipeline)
+
+        async def hits() -> int:
+            text = generate_latest().decode()
+            counts = re.findall(r"vllm:prefix_cache_hits_total\{[^}]*\} ([0-9.e+]+)", text)
+            return int(sum(map(float, counts)))
+
+        asked = prompt(77, 130)
+        ids, computed = await run(
+            pipeline, reader, asked, max_tokens=40, skip_reading_prefix_cache=True
+        )
+        check(asked, ids, computed)
+
+        # It has stored them for who comes next: the same bits.
+        before = await hits()
+        again, rows = await run(pipeline, reader, asked, max_tokens=40)
+        assert await hits() == before + 128
+        assert again == ids
+        assert rows[:128].tobytes() == computed[:128].tobytes()
+        assert close(rows, computed)
+
+        # A longer prompt, that goes on with what was sampled: rows of decode steps.
+        longer = [*asked, *ids[:35], *prompt(5, 20)]
+        reference = await run(
+            pipeline, reader, longer, max_tokens=20, skip_reading_prefix_cache=True
+        )
+        before = await hits()
+        once = await run(pipeline, reader, longer, max_tokens=20, skip_reading_prefix_cache=False)
+        assert await hits() > before
+        assert once[0] == reference[0]
+        assert close(once[1], reference[1])
+
+        # Of a request that nobody consumed, and of one that is computed in the same step.
+        texts = [prompt(9, 100), prompt(10, 100)]
+        await asyncio.gather(*(generate(pipeline, p, max_tokens=4, **GREEDY) for p in texts))
+        fresh = prompt(11, 100)
+        before = await hits()
+        done = await asyncio.gather(
+            *(run(pipeline, reader, p, max_tokens=10) for p in (*texts, fresh, fresh, fresh))
+        )
+        assert await hits() >= before + 2 * 96
+        for p, (got, own) in zip((*texts, fresh, fresh, fresh), done, strict=True):
+            check(p, got, own)
+        assert len({own[:96].tobytes() for _, own in done[2:]}) == 1
+
+        # After a reset nothing is hit, and what is stored then is another's.
+        async with asyncio.timeout(5):
+            while not await llm.reset_prefix_cache():
+                await asyncio.sleep(0.02)
+        before = await hits()
+        for p in (asked, prompt(12, 120), asked):
+            check(p, *await run(pipeline, reader, p, max_tokens=30))
+        assert await hits() == before + 128
+        await check_nothing_left(pipeline)
+
+
+@TWO
+async def test_rows_of_cached_prefixes_with_blocks_for_two_and_a_half_requests(
+    scheduling: str, executor: str, models: Path
+) -> None:
+    """Blocks are freed, preempted, hit and handed to others all the time."""
+    config = stage(models, "OmniRows", prefix_rows=True)
+    async with running(config, scheduling, executor) as (pipeline, reader):
+        shared = prompt(50, 64)
+        asked = [[*shared[: 32 * (i % 3)], *prompt(i, 40 + i)] for i in range(12)]
+        done = await asyncio.gather(*(run(pipeline, reader, p, max_tokens=60) for p in asked))
+        for p, (ids, rows) in zip(asked, done, strict=True):
+            check(p, ids, rows)
+        for i in range(3):
+            alone = await run(pipeline, reader, asked[i], max_tokens=60)
+            assert alone[0] == done[i][0]
+            assert close(alone[1], done[i][1])
+        await check_nothing_left(pipeline)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"enable_prefix_caching": False}, "prefix caching is off"),
+        ({"scheduling_policy": "priority"}, "priority policy"),
+        ({"speculative_config": NGRAM}, "with speculation"),
+    ],
+)
+async def test_an_engine_whose_cached_prefixes_cannot_be_followed_is_refused(
+    changes: Any, words: str, models: Path
+) -> None:
+    config = stage(models, "OmniRows", prefix_rows=True)
+    with pytest.raises(ConfigError, match=f"prefix_rows=True, and .*{words}"):
+        async with running(config, "sync", "uni", **changes):
+            pass
 
 
 async def test_hidden_states_that_are_kept_leave_the_stock_worker_and_the_ids() -> None:

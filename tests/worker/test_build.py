@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -209,7 +210,7 @@ def test_where_only_prompts_cross_a_step_behind_them_has_nothing() -> None:
         ({"codes": torch.zeros(7)}, r"'codes' of shape \[7\]; one row a token makes 8"),
         ({"codes": torch.tensor(1)}, r"'codes' of shape \[\]"),
         ({"voice": torch.zeros(2, 1)}, r"'voice' of shape \[2, 1\]; one row a request makes 3"),
-        ({"prompt": None}, "no 'prompt' for a step that computes rows of a prompt"),
+        ({"prompt": None}, "no 'prompt' for a step whose rows of it are due"),
         ({"codes": torch.zeros(11, dtype=torch.complex64)}, "'codes' in torch.complex64"),
     ],
 )
@@ -219,10 +220,9 @@ def test_outputs_that_are_not_what_is_declared_are_an_error_that_names_the_key(
     payload = taken("ab", contract=KEYS, **{**outputs(), **given})
     assert payload is not None
     assert payload.keys == {}
-    assert payload.error is not None
-    with pytest.raises(RuntimeError, match=complaint):
-        raise RuntimeError(payload.error)
-    assert "OutputError: Extended" in payload.error
+    assert payload.errors[0] == payload.errors[1]
+    assert re.search(complaint, payload.errors[0])
+    assert "OutputError: Extended" in payload.errors[0]
     assert [record.exc_info is not None for record in caplog.records] == [True]
     # Those of a step in which nobody wants any are not looked at.
     assert taken("", contract=KEYS, **given) is None
@@ -238,9 +238,9 @@ def test_an_error_while_bringing_them_to_the_host_is_the_original_one(
     payload = taken("ab")
     assert payload is not None
     assert payload.places == [1, 2]
-    assert payload.error is not None
-    assert payload.error.startswith("ZeroDivisionError: of the thread (")
-    assert "test_build.py:" in payload.error
+    assert set(payload.errors) == {0, 1}
+    assert payload.errors[0].startswith("ZeroDivisionError: of the thread (")
+    assert "test_build.py:" in payload.errors[0]
     (record,) = caplog.records
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], ZeroDivisionError)
@@ -301,7 +301,7 @@ def test_large_rows_are_carried_beside_what_vllm_pickles() -> None:
     assert [len(buffer.raw()) for buffer in beside] == [8 * 4 << 16]
 
 
-TAKEN = Taken([0], [0], [1], {HIDDEN: TakenRows(Occurrence.TOKEN, [1], torch.ones(1, 1))})
+TAKEN = Taken([0], [0], [1], [1], {HIDDEN: TakenRows(Occurrence.TOKEN, [1], torch.ones(1, 1))})
 
 
 def output_of(name: str) -> ModelRunnerOutput:
