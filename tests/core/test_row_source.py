@@ -232,7 +232,7 @@ def test_what_is_read_of_vllms_configuration_is_there() -> None:
 
 
 @pytest.mark.parametrize(("name", "ours"), WORKERS.items())
-def test_each_of_our_workers_is_the_platforms_own_with_three_methods_extended(
+def test_each_of_our_workers_is_the_platforms_own_with_four_methods_extended(
     name: str, ours: str
 ) -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -243,7 +243,12 @@ def test_each_of_our_workers_is_the_platforms_own_with_three_methods_extended(
     more = {"compile_or_warm_up_model"} if name == CPU else set()
     assert {n for n in vars(first) if not n.startswith("__")} == more
     own = {n for n, value in vars(mixin).items() if callable(value) and hasattr(stock, n)}
-    assert own == {"load_model", "execute_model", "sample_tokens"}
+    assert own == {
+        "load_model",
+        "initialize_from_config",
+        "execute_model",
+        "sample_tokens",
+    }
 
 
 def test_a_processor_declares_that_it_wants_rows() -> None:
