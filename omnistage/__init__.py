@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Step,
         TokenUpdates,
     )
+    from omnistage.adapters.rows import RequestRows, RowsInput
     from omnistage.config import ARStageConfig, Deadlines, DecoderStageConfig
     from omnistage.decoders.base import Decoder, Renderer
     from omnistage.errors import ClientError, OmniStageError, ServerError
@@ -69,6 +70,8 @@ _HOMES = {
     "PayloadProcessor": "adapters.processor",
     "Pipeline": "pipeline",
     "Renderer": "decoders.base",
+    "RequestRows": "adapters.rows",
+    "RowsInput": "adapters.rows",
     "ServerError": "errors",
     "Stage": "stages.base",
     "StageInput": "request",
@@ -101,6 +104,8 @@ __all__ = [
     "PayloadProcessor",
     "Pipeline",
     "Renderer",
+    "RequestRows",
+    "RowsInput",
     "ServerError",
     "Speaker",
     "Speech",
