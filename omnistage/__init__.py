@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from omnistage.adapters.codec_rows import CodecRows
     from omnistage.adapters.input import EngineInput, InputAdapter, TextInput
     from omnistage.adapters.processor import (
         ChunkProcessor,
@@ -58,6 +59,7 @@ _HOMES = {
     "ChunkProcessor": "adapters.processor",
     "ClientError": "errors",
     "CodecFrames": "adapters.processor",
+    "CodecRows": "adapters.codec_rows",
     "Deadlines": "config",
     "Decoder": "decoders.base",
     "DecoderStageConfig": "config",
@@ -92,6 +94,7 @@ __all__ = [
     "ChunkProcessor",
     "ClientError",
     "CodecFrames",
+    "CodecRows",
     "Deadlines",
     "Decoder",
     "DecoderStageConfig",

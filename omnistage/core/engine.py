@@ -29,12 +29,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from omnistage.adapters.processor import check_keys
 from omnistage.config import AUDIO
 from omnistage.core.collector import EXTRA_ARG
 from omnistage.core.ends import Ends
 from omnistage.core.prompts import Prompts
 from omnistage.core.row_source import give_payloads, with_rows
-from omnistage.core.wiring import WiredConfig, Wiring, wiring_of
+from omnistage.core.wiring import WiredConfig, Wiring, payload_keys, wiring_of
 from omnistage.errors import (
     ConfigError,
     EngineDead,
@@ -255,6 +256,7 @@ def _wire(vllm_config: Any, config: ARStageConfig, control: str, directory: Path
             f"{ranks} data-parallel ranks cannot share {config.bind}; use port 0", stage=config.name
         )
     contract, takes_rows = give_payloads(vllm_config, config)
+    check_keys(config.processor, payload_keys(contract), contract.model)
     scheduler = vllm_config.scheduler_config
     kind = "OmniARAsyncScheduler" if scheduler.async_scheduling else "OmniARScheduler"
     scheduler.scheduler_cls = f"omnistage.core.scheduler.{kind}"
