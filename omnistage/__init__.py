@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from omnistage.adapters.codec_rows import CodecRows
     from omnistage.adapters.input import EngineInput, InputAdapter, TextInput
     from omnistage.adapters.processor import (
         ChunkProcessor,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         Step,
         TokenUpdates,
     )
+    from omnistage.adapters.rows import RequestRows, RowsInput
     from omnistage.config import ARStageConfig, Deadlines, DecoderStageConfig
     from omnistage.decoders.base import Decoder, Renderer
     from omnistage.errors import ClientError, OmniStageError, ServerError
@@ -57,6 +59,7 @@ _HOMES = {
     "ChunkProcessor": "adapters.processor",
     "ClientError": "errors",
     "CodecFrames": "adapters.processor",
+    "CodecRows": "adapters.codec_rows",
     "Deadlines": "config",
     "Decoder": "decoders.base",
     "DecoderStageConfig": "config",
@@ -69,6 +72,8 @@ _HOMES = {
     "PayloadProcessor": "adapters.processor",
     "Pipeline": "pipeline",
     "Renderer": "decoders.base",
+    "RequestRows": "adapters.rows",
+    "RowsInput": "adapters.rows",
     "ServerError": "errors",
     "Stage": "stages.base",
     "StageInput": "request",
@@ -89,6 +94,7 @@ __all__ = [
     "ChunkProcessor",
     "ClientError",
     "CodecFrames",
+    "CodecRows",
     "Deadlines",
     "Decoder",
     "DecoderStageConfig",
@@ -101,6 +107,8 @@ __all__ = [
     "PayloadProcessor",
     "Pipeline",
     "Renderer",
+    "RequestRows",
+    "RowsInput",
     "ServerError",
     "Speaker",
     "Speech",

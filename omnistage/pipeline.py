@@ -8,12 +8,13 @@ import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from omnistage.config import AUDIO, ARStageConfig, DecoderStageConfig
+from omnistage.config import ARStageConfig, DecoderStageConfig
 from omnistage.errors import ConfigError, InvalidRequest, StageClosed
 from omnistage.metrics import RequestMetrics, default_metrics
 from omnistage.monitoring import Health as Health
 from omnistage.request import ChunkPolicy, StageInput, check_name, check_text
 from omnistage.services.remote_ar import RemoteARStage, RemoteRoute
+from omnistage.stages.admission import consumers_of
 from omnistage.stages.ar import ARStage
 from omnistage.stages.base import settled
 from omnistage.stages.branch import Branch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from omnistage.payload import Array
     from omnistage.stages.base import AutoregressiveStage, Stage
     from omnistage.stages.route import AnyRoute, RequestBranch
 
@@ -248,7 +250,7 @@ class Pipeline:
 
     def submit(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Array,
         *,
         sampling: Mapping[str, Any] | None = None,
         seed: int | None = None,
@@ -257,13 +259,14 @@ class Pipeline:
         timeout: float | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        conditioning: Mapping[str, Array] | None = None,
         subscribers: Iterable[str] = (),
         request_id: str | None = None,
     ) -> Stream:
         """Prepare a request; it starts when the stream is entered or first read.
 
         Args:
-            prompt: Text, or prompt token ids.
+            prompt: Text, prompt token ids, or embeddings, [positions, hidden size].
             sampling: Fields of vLLM's ``SamplingParams`` over the stage's own.
             seed: Seeds sampling and decoder noise.
             voice: A voice of the preset.
@@ -271,6 +274,7 @@ class Pipeline:
             timeout: Seconds from the start to the last chunk.
             priority: vLLM's request priority.
             trace_headers: W3C trace context.
+            conditioning: Tensors for the model, by name; copied.
             subscribers: Ids under which others have subscribed to updates, and get this request's;
                 one that is not there fails the request.
             request_id: What the caller calls it, for logs; two requests may share it.
@@ -279,7 +283,8 @@ class Pipeline:
             The request's audio.
 
         Raises:
-            InvalidRequest: A timeout that is not positive, or an argument of another type.
+            InvalidRequest: A timeout that is not positive, an argument of another type, or a tensor
+                that cannot cross.
         """
         if timeout is not None and not _is_positive(timeout):
             raise InvalidRequest(
@@ -295,6 +300,7 @@ class Pipeline:
             chunks=chunks,
             priority=priority,
             trace_headers=trace_headers,
+            conditioning=conditioning,
         )
         return Stream(
             Submission(
@@ -302,7 +308,7 @@ class Pipeline:
                 self._running,
                 asked,
                 metrics=self._request_metrics,
-                consumers=_consumers(subscribers),
+                consumers=consumers_of(subscribers),
                 external_id=request_id,
                 timeout=timeout,
             )
@@ -381,14 +387,6 @@ def _check_names(stages: Sequence[ARStageConfig | DecoderStageConfig]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two stages are named {name!r}; give each its own name")
-
-
-def _consumers(subscribers: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    names = [subscribers] if isinstance(subscribers, str) else list(subscribers)
-    try:
-        return tuple((AUDIO, check_name(name, "a subscriber id")) for name in dict.fromkeys(names))
-    except (ConfigError, TypeError) as error:
-        raise InvalidRequest(str(error), parameter="subscribers") from error
 
 
 def _check_seconds(seconds: object, what: str) -> None:

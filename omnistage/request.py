@@ -18,9 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from omnistage.errors import ConfigError, InvalidRequest
+from omnistage.payload import Payload as Payload
+from omnistage.payload import conditioning_of, embeddings_of, is_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from omnistage.payload import Array
 
 Pcm = npt.NDArray[np.float32]
 """Mono samples, float32 in [-1, 1], shape [samples]."""
@@ -168,28 +172,32 @@ class Terminal(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageInput:
-    """What a caller gives a pipeline: text, or the ids of a prompt, and how to treat it.
+    """What a caller gives a pipeline: a prompt, and how to treat it.
+
+    Tensors are kept as :class:`Payload`, bytes of its own.
 
     Args:
-        prompt: Text, or prompt token ids.
+        prompt: Text, prompt token ids, or embeddings, [positions, hidden size].
         sampling: Fields of vLLM's ``SamplingParams``, passed through; None for the preset's own.
         seed: Seeds sampling and decoder noise; None leaves sampling unseeded.
         voice: A voice of the preset.
         chunks: Chunk sizes of this request.
         priority: vLLM's request priority; lower runs earlier under the priority policy.
         trace_headers: W3C trace context.
+        conditioning: Tensors for the model, by name.
 
     Raises:
-        InvalidRequest: A value of another type than said.
+        InvalidRequest: A value of another type than said, or a tensor that cannot cross.
     """
 
-    prompt: str | Sequence[int]
+    prompt: str | Sequence[int] | Array
     sampling: Mapping[str, Any] | None = None
     seed: int | None = None
     voice: str | None = None
     chunks: ChunkPolicy | None = None
     priority: int = 0
     trace_headers: Mapping[str, str] | None = None
+    conditioning: Mapping[str, Array] | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _INPUT_TYPES.items():
@@ -206,6 +214,9 @@ class StageInput:
         check_text(self.voice, "voice")
         for text in (x for pair in (self.trace_headers or {}).items() for x in pair):
             check_text(text, "trace_headers")
+        object.__setattr__(self, "conditioning", conditioning_of(self.conditioning))
+        if is_array(self.prompt):
+            object.__setattr__(self, "prompt", embeddings_of(self.prompt))
 
 
 _INPUT_TYPES: Final[dict[str, type]] = {
@@ -238,22 +249,6 @@ class StageRequest:
     reply: str = ""
     after: str | None = None
     more: bool = False
-
-
-class Payload(msgspec.Struct, frozen=True):
-    """One tensor of one request in one step, as plain bytes.
-
-    Args:
-        dtype: Name of its dtype, as torch spells it.
-        shape: Its shape; the first dimension is rows.
-        first_row: Absolute position of its first row in the request.
-        data: The elements, C order.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    first_row: int
-    data: bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,27 +12,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from omnistage.errors import ProtocolError
+from omnistage.payload import ITEM_BYTES as ITEM_BYTES
+from omnistage.payload import MAX_DIMENSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_BUFFER_BYTES: Final = 256 << 20
 MAX_BUFFERS: Final = 16_384
-ITEM_BYTES: Final[dict[str, int]] = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-}
-"""Bytes an element of each dtype that may cross."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -85,7 +72,7 @@ def buffer_bytes(info: TensorInfo) -> int:
     item = ITEM_BYTES.get(info.dtype)
     if item is None:
         raise ProtocolError(f"tensor {info.name!r} has unknown dtype {info.dtype!r}")
-    if len(info.shape) > 8 or any(n < 0 for n in info.shape) or info.first_row < 0:
+    if len(info.shape) > MAX_DIMENSIONS or any(n < 0 for n in info.shape) or info.first_row < 0:
         raise ProtocolError(f"tensor {info.name!r} has impossible shape {info.shape[:9]}")
     size = item * math.prod(info.shape)
     if size > MAX_BUFFER_BYTES:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from omnistage.errors import OmniStageError, ProtocolError, error_of_kind
-from omnistage.request import ChunkPolicy, FinishReason, StageInput, Usage
+from omnistage.request import ChunkPolicy, FinishReason, Payload, StageInput, Usage
 from omnistage.wire import PROTOCOL_VERSION, decode_with
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ SPEECH: Final = "speech"
 AUDIO_TENSOR: Final = "audio"
 """Name of the tensor that a chunk of audio is: float32, [samples], first row its first sample."""
 MAX_MESSAGE_BYTES: Final = 16 << 20
+INPUTS: Final = ("conditioning", "embeddings")
+"""What this release's AR services read of an :class:`Input` beside protocol 1's first fields."""
 MAX_PUBLISHERS: Final = 64
 """Of a decoder service, which has one: each client opens two sockets for each."""
 
@@ -69,6 +71,7 @@ class ARInfo(msgspec.Struct, frozen=True, array_like=True):
         channel: On which channel.
         codec: Names what its ids are; empty if nobody has said it.
         codebooks: Ids a frame; 0 if nobody has said it.
+        inputs: Which of :data:`INPUTS` it reads; an earlier release would run without them.
     """
 
     name: str
@@ -77,6 +80,7 @@ class ARInfo(msgspec.Struct, frozen=True, array_like=True):
     channel: str
     codec: str = ""
     codebooks: int = 0
+    inputs: tuple[str, ...] = ()
 
 
 class Greet(msgspec.Struct, frozen=True, array_like=True, tag="greet"):
@@ -148,8 +152,25 @@ class Decoders(msgspec.Struct, frozen=True, array_like=True, tag="decoders"):
     draining: bool = False
 
 
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that a caller gives: its dtype as torch spells it, its shape, its bytes, C order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, given: Any) -> Tensor:
+        """What to send of a :class:`~omnistage.request.Payload`."""
+        return cls(given.dtype, given.shape, given.data)
+
+    def payload(self) -> Payload:
+        """The tensor that was sent, unchecked."""
+        return Payload(self.dtype, self.shape, 0, self.data)
+
+
 class Input(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A :class:`~omnistage.StageInput`, field by field."""
+    """A :class:`~omnistage.StageInput`, field by field; a prompt of embeddings has its own."""
 
     prompt: str | tuple[int, ...]
     sampling: dict[str, Any] | None = None
@@ -158,30 +179,44 @@ class Input(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     chunks: ChunkPolicy | None = None
     priority: int = 0
     trace_headers: dict[str, str] | None = None
+    conditioning: dict[str, Tensor] | None = None
+    embeddings: Tensor | None = None
 
     @classmethod
     def of(cls, asked: StageInput) -> Input:
         """What to send of an input."""
-        prompt = asked.prompt if isinstance(asked.prompt, str) else tuple(asked.prompt)
-        sampling = None if asked.sampling is None else dict(asked.sampling)
-        headers = None if asked.trace_headers is None else dict(asked.trace_headers)
-        return cls(prompt, sampling, asked.seed, asked.voice, asked.chunks, asked.priority, headers)
+        given: Any = asked.prompt
+        embeddings = Tensor.of(given) if isinstance(given, Payload) else None
+        prompt = given if isinstance(given, str) else () if embeddings else tuple(given)
+        tensors = {name: Tensor.of(value) for name, value in (asked.conditioning or {}).items()}
+        return cls(
+            prompt,
+            None if asked.sampling is None else dict(asked.sampling),
+            asked.seed,
+            asked.voice,
+            asked.chunks,
+            asked.priority,
+            None if asked.trace_headers is None else dict(asked.trace_headers),
+            tensors or None,
+            embeddings,
+        )
 
     def stage_input(self) -> StageInput:
         """The input that was sent.
 
         Raises:
-            InvalidRequest: A field out of range.
+            InvalidRequest: A field out of range, or a tensor whose parts disagree.
         """
         prompt = self.prompt if isinstance(self.prompt, str) else list(self.prompt)
         return StageInput(
-            prompt=prompt,
+            prompt=prompt if self.embeddings is None else self.embeddings.payload(),
             sampling=self.sampling,
             seed=self.seed,
             voice=self.voice,
             chunks=self.chunks,
             priority=self.priority,
             trace_headers=self.trace_headers,
+            conditioning={name: t.payload() for name, t in (self.conditioning or {}).items()},
         )
 
 

@@ -31,9 +31,25 @@ def raw(name: str) -> bytes:
     return (FOLDER / name).read_bytes()
 
 
+GROWN = {"welcome-ar", "split", "pieces", "submit"}
+"""Kinds with an ``ARInfo`` or an ``Input`` in them, to which later releases append fields."""
+
+
+def goes_on(frozen: Any, today: Any) -> bool:
+    """Whether today's fields are the frozen ones, with nothing but defaults behind them."""
+    if not isinstance(frozen, list):
+        return bool(frozen == today)
+    old, new = today[: len(frozen)], today[len(frozen) :]
+    return len(old) == len(frozen) and all(map(goes_on, frozen, old)) and not any(new)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_todays_encoder_writes_the_frozen_bytes(name: str) -> None:
-    assert wire.encode(MESSAGES[name]) == raw(name)
+    today = wire.encode(MESSAGES[name])
+    if name in GROWN:
+        assert goes_on(msgspec.msgpack.decode(raw(name)), msgspec.msgpack.decode(today))
+    else:
+        assert today == raw(name)
 
 
 @pytest.mark.parametrize("name", NAMES)

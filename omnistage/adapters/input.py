@@ -7,12 +7,14 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from omnistage.errors import InvalidRequest
+from omnistage.payload import Payload, conditioning_of, embeddings_of, is_array
 
 if TYPE_CHECKING:
+    from omnistage.payload import Array
     from omnistage.request import StageInput
 
 RESERVED = ("extra_args", "output_kind")
@@ -24,12 +26,24 @@ class EngineInput:
     """A prompt and how to sample from it.
 
     Args:
-        prompt: Text for the engine's tokenizer, or prompt token ids.
+        prompt: Text for the engine's tokenizer, prompt token ids, or embeddings, [positions, hidden
+            size].
         sampling: Fields of vLLM's ``SamplingParams``.
+        conditioning: Tensors for the model, by name; None for those of the stage input.
+
+    Raises:
+        InvalidRequest: A tensor that cannot cross.
     """
 
-    prompt: str | list[int]
+    prompt: str | list[int] | Array
     sampling: dict[str, Any]
+    conditioning: Mapping[str, Array] | None = None
+
+    def __post_init__(self) -> None:
+        if is_array(self.prompt):
+            object.__setattr__(self, "prompt", embeddings_of(self.prompt))
+        if self.conditioning is not None:
+            object.__setattr__(self, "conditioning", conditioning_of(self.conditioning) or {})
 
 
 @runtime_checkable
@@ -64,7 +78,7 @@ class SplittingAdapter(InputAdapter, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextInput:
-    """Passes text, or ids, on as they are.
+    """Passes text, ids, or embeddings on as they are.
 
     Args:
         sampling: Sampling fields that a request does not set itself.
@@ -82,12 +96,38 @@ class TextInput:
         )
 
 
-def copy_prompt(prompt: object) -> str | list[int]:
+def conditioning(stage_input: StageInput, made: EngineInput) -> Mapping[str, Payload]:
+    """The tensors that a request brings for its model: its adapter's, or its own.
+
+    Args:
+        stage_input: What was asked.
+        made: What the input adapter made of it.
+    """
+    own = stage_input.conditioning if made.conditioning is None else made.conditioning
+    return conditioning_of(own) or {}
+
+
+def split(adapter: InputAdapter, stage_input: StageInput) -> Sequence[StageInput]:
+    """The inputs that an adapter makes of one; each has its conditioning.
+
+    Raises:
+        InvalidRequest: It cannot be served.
+    """
+    if not isinstance(adapter, SplittingAdapter):
+        return [stage_input]
+    parts = adapter.split(stage_input)
+    given = stage_input.conditioning
+    return [p if p.conditioning else replace(p, conditioning=given) for p in parts]
+
+
+def copy_prompt(prompt: object) -> str | list[int] | Payload:
     """The prompt as vLLM takes it, owned by us: vLLM extends a streaming request's list in place.
 
     Raises:
-        InvalidRequest: It is empty, or neither text nor ids.
+        InvalidRequest: It is empty, or neither text, ids nor embeddings.
     """
+    if isinstance(prompt, Payload):
+        return prompt  # frozen
     if isinstance(prompt, str):
         if not prompt.strip():
             raise InvalidRequest("the text is empty; give at least one word", parameter="prompt")

@@ -13,7 +13,7 @@ import msgspec
 from omnistage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from omnistage.request import FinishReason, Payload, Start
 
@@ -82,9 +82,14 @@ class ChunkProcessor(Protocol):
 class PayloadProcessor(ChunkProcessor, Protocol):
     """A chunk processor that says whether it wants tensors of the model's.
 
+    Two more attributes it may have: ``payload_keys``, the keys of tensors that it needs, and
+    ``row_keys``, the keys of those that it emits, which are the model's unless it says otherwise.
+    An engine whose model does not give the first, or a decoder that takes others than the second,
+    is refused at start.
+
     Attributes:
-        wants_payload: Whether its requests' rows of hidden states are to leave vLLM's workers.
-            Without it nothing is taken there.
+        wants_payload: Whether its requests' rows are to leave vLLM's workers. Without it nothing is
+            taken there.
     """
 
     wants_payload: bool
@@ -93,6 +98,37 @@ class PayloadProcessor(ChunkProcessor, Protocol):
 def wants_payload(processor: ChunkProcessor) -> bool:
     """Whether a processor wants its requests' rows; one that does not say does not."""
     return bool(getattr(processor, "wants_payload", False))
+
+
+def check_keys(processor: ChunkProcessor, given: Collection[str], model: str) -> None:
+    """Check that a model gives what a processor needs.
+
+    Args:
+        processor: The processor.
+        given: The keys of the model's payload.
+        model: Names it.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    for key in getattr(processor, "payload_keys", ()):
+        if key not in given:
+            raise ConfigError(
+                f"{type(processor).__name__} takes rows of {key!r}, {model} gives "
+                f"{', '.join(map(repr, sorted(given))) or 'none'}"
+            )
+
+
+def row_keys(processor: ChunkProcessor, given: Collection[str]) -> frozenset[str]:
+    """The keys of the tensors that a processor emits.
+
+    Args:
+        processor: The processor.
+        given: The keys of the payload that it gets.
+    """
+    if not wants_payload(processor):
+        given = ()
+    return frozenset(getattr(processor, "row_keys", given))
 
 
 class TokenUpdates:

@@ -15,6 +15,7 @@ import signal
 import tempfile
 import weakref
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,17 +24,18 @@ from anyio import to_thread
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
-from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from omnistage.adapters.processor import check_keys
 from omnistage.config import AUDIO
 from omnistage.core.collector import EXTRA_ARG
 from omnistage.core.ends import Ends
+from omnistage.core.prompts import Prompts
 from omnistage.core.row_source import give_payloads, with_rows
-from omnistage.core.wiring import WiredConfig, Wiring, wiring_of
+from omnistage.core.wiring import WiredConfig, Wiring, payload_keys, wiring_of
 from omnistage.errors import (
     ConfigError,
     EngineDead,
@@ -42,7 +44,7 @@ from omnistage.errors import (
     ServerError,
     StartupError,
 )
-from omnistage.request import FinishReason, Usage
+from omnistage.request import FinishReason, Payload, Usage
 from omnistage.transport.endpoints import check_bind, ipc_endpoint
 from omnistage.transport.keys import load_keys
 from omnistage.transport.owner import end_with
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from omnistage.config import ARStageConfig
 
 log = logging.getLogger(__name__)
+
+NO_TENSORS: Final[Mapping[str, Payload]] = {}
 
 # vLLM sends its engine SIGKILL this long after SIGTERM; its default of 5 s is what workers may
 # need alone.
@@ -73,13 +77,13 @@ class Engine:
         self._llm = llm
         config = llm.vllm_config
         self.ranks: int = config.parallel_config.data_parallel_size
-        self._vocabulary: int = config.model_config.get_vocab_size()
         self._splits_prefill = bool(config.scheduler_config.enable_chunked_prefill)
         wiring = wiring_of(config)
         self._gives_rows = wiring is not None and bool(wiring.takes_rows)
         self._keeps_prefixes = wiring is not None and wiring.prefix_rows
+        self._prompts = Prompts(llm, None if wiring is None else wiring.contract)
         declared = config.model_config.try_get_generation_config().get("eos_token_id")
-        self._ends = Ends(declared, llm.renderer.tokenizer, self._vocabulary)
+        self._ends = Ends(declared, llm.renderer.tokenizer, self._prompts.vocabulary)
         if not self._ends.reachable:
             log.warning("the model declares no end id that it can sample; requests must say theirs")
 
@@ -91,6 +95,7 @@ class Engine:
         request_id: str,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        conditioning: Mapping[str, Payload] = NO_TENSORS,
         consumed: bool = True,
     ) -> Usage:
         """Run one request to its end. Cancelling it needs :meth:`abort` as well.
@@ -101,10 +106,12 @@ class Engine:
             request_id: Internal id.
             priority: vLLM's request priority.
             trace_headers: W3C trace context.
+            conditioning: Tensors for the model.
             consumed: Whether anybody receives what it emits.
 
         Raises:
-            InvalidRequest: vLLM, or its vocabulary, refuses the prompt or the sampling fields.
+            InvalidRequest: vLLM, or its model, refuses the prompt, the sampling fields or the
+                tensors.
             EngineDead: The engine died.
             ServerError: vLLM failed the request.
         """
@@ -116,7 +123,10 @@ class Engine:
                 sampling = with_rows(sampling)
         params = self._sampling_params(sampling, extra or None)
         try:
-            prompt = await self._render(engine_input.prompt)
+            tensors, salt = await self._prompts.pack(conditioning)
+            if tensors:
+                params.extra_args = {**extra, **tensors}
+            prompt = await self._prompts.render(engine_input.prompt, salt)
             outputs = self._llm.generate(
                 prompt, params, request_id, priority=priority, trace_headers=trace_headers
             )
@@ -129,6 +139,8 @@ class Engine:
         if final is None:
             raise ServerError("vLLM ended the request without output")
         usage = _usage(final)
+        if isinstance(engine_input.prompt, Payload):
+            usage = replace(usage, prompt_tokens=engine_input.prompt.shape[0])
         if usage.finish_reason in {FinishReason.ABORT, FinishReason.ERROR}:
             # Said here, not left to a terminal: one that never reached the scheduler has none.
             raise ServerError(f"vLLM ended the request with {usage.finish_reason!s}")
@@ -159,17 +171,6 @@ class Engine:
         # Reaps one that vLLM had to kill, for which it does not wait.
         multiprocessing.active_children()
 
-    async def _render(self, prompt: str | list[int]) -> Any:
-        """The prompt as the engine takes it: tokenized, its ids within the vocabulary."""
-        if isinstance(prompt, list):
-            self._check_ids(prompt, "prompt")
-            given: Any = {"prompt_token_ids": prompt}
-        else:
-            given = prompt
-        parsed = parse_model_prompt(self._llm.model_config, given)
-        (rendered,) = await self._llm.renderer.render_cmpl_async([parsed])
-        return rendered
-
     def _sampling_params(
         self, sampling: Mapping[str, Any], extra: dict[str, Any] | None
     ) -> SamplingParams:
@@ -198,7 +199,7 @@ class Engine:
             ) from error
         self._check_sendable(params)
         # Masking an id beyond the head, as min_tokens does with stop ids, kills the engine.
-        self._check_ids(params.stop_token_ids or [], "stop_token_ids")
+        self._prompts.check_ids(params.stop_token_ids or [], "stop_token_ids")
         self._ends.check(params)
         return params
 
@@ -216,14 +217,6 @@ class Engine:
                 f"a sampling field has a type or size that vLLM cannot take: {error}",
                 parameter="sampling",
             ) from error
-
-    def _check_ids(self, ids: list[int], parameter: str) -> None:
-        if ids and not (min(ids) >= 0 and max(ids) < self._vocabulary):
-            bad = next(i for i in ids if not 0 <= i < self._vocabulary)
-            raise InvalidRequest(
-                f"{parameter} holds {bad}, the model's vocabulary ends at {self._vocabulary - 1}",
-                parameter=parameter,
-            )
 
 
 def start_engine(config: ARStageConfig, control: str, directory: Path) -> Engine:
@@ -266,6 +259,7 @@ def _wire(vllm_config: Any, config: ARStageConfig, control: str, directory: Path
             f"{ranks} data-parallel ranks cannot share {config.bind}; use port 0", stage=config.name
         )
     contract, takes_rows = give_payloads(vllm_config, config)
+    check_keys(config.processor, payload_keys(contract), contract.model)
     scheduler = vllm_config.scheduler_config
     kind = "OmniARAsyncScheduler" if scheduler.async_scheduling else "OmniARScheduler"
     scheduler.scheduler_cls = f"omnistage.core.scheduler.{kind}"

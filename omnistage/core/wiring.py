@@ -10,7 +10,7 @@ import msgspec
 from omnistage.adapters.processor import ChunkProcessor
 from omnistage.transport.owner import end_with
 from omnistage.transport.publisher import PublisherConfig
-from omnistage.worker.contract import ModelContract
+from omnistage.worker.contract import HIDDEN, ModelContract
 
 if TYPE_CHECKING:
     from omnistage.wire import Hello
@@ -59,6 +59,11 @@ class WiredConfig(dict[str, Any]):
         self.__dict__.update(state)
         publisher = self.omnistage.publisher
         end_with(publisher.owner_pid, publisher.directory)
+
+
+def payload_keys(contract: ModelContract) -> frozenset[str]:
+    """The keys of what a model gives of each request that wants a payload."""
+    return frozenset(contract.outputs) | ({HIDDEN} if contract.include_hidden else set())
 
 
 def wiring_of(vllm_config: Any) -> Wiring | None:

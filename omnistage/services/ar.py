@@ -26,6 +26,7 @@ from omnistage.transport.endpoints import check_endpoint
 from omnistage.transport.service import ServiceServer
 from omnistage.wire import PROTOCOL_VERSION
 from omnistage.wire_services import (
+    INPUTS,
     Abort,
     Aborted,
     ARInfo,
@@ -183,6 +184,7 @@ class ARService:
             AUDIO,
             self._codec,
             self._codebooks,
+            INPUTS,
         )
 
     def on_message(self, client: Client, message: ServiceMessage) -> None:

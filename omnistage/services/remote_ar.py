@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
@@ -17,10 +18,12 @@ from omnistage.errors import (
     StartupError,
     StreamClosed,
 )
+from omnistage.payload import Payload
 from omnistage.services.remote_branch import RemoteBranch
 from omnistage.transport.service_link import ServiceLink
 from omnistage.wire import PROTOCOL_VERSION
 from omnistage.wire_services import (
+    INPUTS,
     Abort,
     Aborted,
     Decoders,
@@ -79,6 +82,7 @@ class RemoteARStage:
         self._answers: dict[int, asyncio.Future[Pieces]] = {}
         self._running: dict[str, RemoteRequest] = {}
         self._listed = asyncio.Event()
+        self._inputs: tuple[str, ...] = ()
         self._closed = False
 
     def __len__(self) -> int:
@@ -121,7 +125,7 @@ class RemoteARStage:
             raise StartupError(closed.message, stage=self.name)
 
     async def split(self, asked: StageInput) -> Sequence[StageInput]:
-        """Ask the service how its input adapter cuts the input.
+        """Ask the service how its input adapter cuts the input; its tensors stay here.
 
         Raises:
             InvalidRequest: It cannot be served.
@@ -130,11 +134,13 @@ class RemoteARStage:
         """
         if (closed := self.closed) is not None:
             raise closed
+        if isinstance(asked.prompt, Payload):
+            return [asked]
         call = next(self._calls)
         answer: asyncio.Future[Pieces] = asyncio.get_running_loop().create_future()
         self._answers[call] = answer
         try:
-            self._send(Split(PROTOCOL_VERSION, call, Input.of(asked)))
+            self._send(Split(PROTOCOL_VERSION, call, Input.of(replace(asked, conditioning=None))))
             async with asyncio.timeout(self._within):
                 pieces = await answer
         except TimeoutError:
@@ -145,7 +151,9 @@ class RemoteARStage:
             del self._answers[call]
         if pieces.fault is not None:
             raise pieces.fault.error()
-        return [piece.stage_input() for piece in pieces.inputs]
+        parts = [piece.stage_input() for piece in pieces.inputs]
+        given = asked.conditioning
+        return [p if p.conditioning else replace(p, conditioning=given) for p in parts]
 
     def submit(
         self, request: StageRequest, *, on_done: Callable[[Usage | OmniStageError], None]
@@ -153,12 +161,20 @@ class RemoteARStage:
         """Start a request; see :meth:`AutoregressiveStage.submit`."""
         if (closed := self.closed) is not None and not (request.after and self._up):
             raise closed
+        given = Input.of(request.input)
+        for name in INPUTS:
+            if getattr(given, name) is not None and name not in self._inputs:
+                raise InvalidRequest(
+                    f"the AR service at {self._endpoint} is of an earlier release, which does not "
+                    f"read {name}",
+                    parameter="prompt" if name == "embeddings" else name,
+                )
         self._send(
             Submit(
                 PROTOCOL_VERSION,
                 request.request_id,
                 request.external_id,
-                Input.of(request.input),
+                given,
                 request.consumers,
                 self.client,
                 request.after,
@@ -212,6 +228,7 @@ class RemoteARStage:
         if welcome.ar is not None:
             self.name, self.model_name = welcome.ar.name, welcome.ar.model
             self.publishers = list(welcome.ar.publishers)
+            self._inputs = welcome.ar.inputs
 
     def on_down(self, why: str) -> None:
         """It does not answer any more, or has restarted: nothing that ran there will end."""

@@ -1,15 +1,31 @@
-"""The record with which a request is admitted in the scheduler, validated before it is sent."""
+"""Who gets a request's updates, and the record with which it is admitted in the scheduler."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omnistage.errors import InvalidRequest, ProtocolError
-from omnistage.request import Start
+from omnistage.config import AUDIO
+from omnistage.errors import ConfigError, InvalidRequest, ProtocolError
+from omnistage.request import Start, check_name
 from omnistage.wire import PROTOCOL_VERSION, Admission, decode_admission, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from omnistage.request import StageRequest
+
+
+def consumers_of(subscribers: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """The (channel, subscriber id) pairs of a request's own subscribers.
+
+    Raises:
+        InvalidRequest: A name that cannot be one.
+    """
+    names = [subscribers] if isinstance(subscribers, str) else list(subscribers)
+    try:
+        return tuple((AUDIO, check_name(name, "a subscriber id")) for name in dict.fromkeys(names))
+    except (ConfigError, TypeError) as error:
+        raise InvalidRequest(str(error), parameter="subscribers") from error
 
 
 def admission_record(request: StageRequest, generation: int) -> bytes:

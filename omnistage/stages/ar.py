@@ -18,9 +18,10 @@ from anyio import to_thread
 
 from omnistage.adapters.input import (
     InputAdapter,
-    SplittingAdapter,
     TextInput,
     check_consumable,
+    conditioning,
+    split,
 )
 from omnistage.adapters.processor import ChunkProcessor
 from omnistage.errors import (
@@ -134,9 +135,7 @@ class ARStage:
 
     async def split(self, asked: StageInput) -> Sequence[StageInput]:
         """See :meth:`AutoregressiveStage.split`: what the input adapter makes of it."""
-        return (
-            self._adapter.split(asked) if isinstance(self._adapter, SplittingAdapter) else [asked]
-        )
+        return split(self._adapter, asked)
 
     def submit(
         self, request: StageRequest, *, on_done: Callable[[Usage | OmniStageError], None]
@@ -280,6 +279,7 @@ class ARStage:
                 request_id=request.request_id,
                 priority=request.input.priority,
                 trace_headers=request.input.trace_headers,
+                conditioning=conditioning(request.input, engine_input),
                 consumed=bool(request.consumers) and not request.final_stage,
             )
         except EngineDead:

@@ -10,7 +10,7 @@ from typing import Final
 
 from omnistage.adapters.input import RESERVED, EngineInput, InputAdapter
 from omnistage.errors import InvalidRequest
-from omnistage.request import StageInput
+from omnistage.request import Payload, StageInput
 from omnistage.testing.checks import contract
 
 Make = Callable[[], InputAdapter]
@@ -24,7 +24,8 @@ def makes_an_engine_input(make: Make) -> None:
     made = _adapt(make, _ASKED)
     assert isinstance(made, EngineInput), f"adapt() returned {type(made).__name__}"
     assert made.prompt, "the prompt is empty"
-    if not isinstance(made.prompt, str):
+    if not isinstance(made.prompt, str | Payload):
+        assert isinstance(made.prompt, list), "a prompt of ids must be a list"
         assert all(type(token) is int and token >= 0 for token in made.prompt), (
             "a prompt of ids must be a list of non-negative int"
         )

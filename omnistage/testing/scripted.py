@@ -11,7 +11,7 @@ import time
 from copy import copy
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from anyio import to_thread
 
@@ -20,7 +20,7 @@ from omnistage.config import AUDIO
 from omnistage.core.events import Ending, Event, Record, Refusal, StepEvents
 from omnistage.core.output_adapter import OutputAdapter
 from omnistage.errors import StageClosed, error_of_kind
-from omnistage.request import FinishReason, Usage
+from omnistage.request import FinishReason, Payload, Usage
 from omnistage.stages.admission import admission_record
 from omnistage.stages.ar_request import ARRequest
 from omnistage.transport.control import ControlServer
@@ -232,8 +232,9 @@ class ScriptedARStage:
             self._end(record, Ending(reason, tokens))
         if script.error is not None:
             raise copy(script.error)  # each request notes its id on its own
-        prompt = request.input.prompt
-        return Usage(prompt_tokens=len(prompt), output_tokens=tokens, finish_reason=reason)
+        prompt: Any = request.input.prompt
+        length = prompt.shape[0] if isinstance(prompt, Payload) else len(prompt)
+        return Usage(prompt_tokens=length, output_tokens=tokens, finish_reason=reason)
 
     async def serve(self) -> None:
         """Nothing to do: requests run in tasks of their own."""

@@ -52,6 +52,7 @@ OF_SERVICES: list[Any] = [
     wire_services.ARInfo,
     wire_services.DecoderInfo,
     wire_services.Input,
+    wire_services.Tensor,
     wire_services.Fault,
 ]
 INNER: list[Any] = [Update, Start, ChunkPolicy, Terminal, TensorInfo, Admission]

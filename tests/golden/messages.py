@@ -102,6 +102,24 @@ MESSAGES: Final[dict[str, Message]] = {
     "done": services.Done(1, "req-1", 7, 61, FinishReason.LENGTH, "text", FAULT),
     "abort": services.Abort(1, "req-1"),
     "aborted": services.Aborted(1, "req-1", FAULT),
+    # Kinds with fields that came after protocol 1 was frozen: last, and with defaults.
+    "welcome-ar-inputs": services.Welcome(
+        1,
+        EPOCH,
+        services.ARInfo("ar", "talker", ("ipc:///a",), "audio", inputs=services.INPUTS),
+    ),
+    "submit-tensors": services.Submit(
+        1,
+        "req-2",
+        "",
+        services.Input(
+            (),
+            conditioning={"voice": services.Tensor("bfloat16", (2, 3), BUFFER)},
+            embeddings=services.Tensor("float32", (1, 1), bytes.fromhex("0000803f")),
+        ),
+        (),
+        "client-1",
+    ),
     "read": services.Read(1, "req-1", 4800),
 }
 
@@ -126,6 +144,8 @@ def _readable(value: object) -> object:
         return f"0x{value.hex()}"
     if isinstance(value, list):
         return [_readable(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _readable(item) for key, item in value.items()}
     return value
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
@@ -33,7 +34,7 @@ from omnistage.transport.endpoints import Endpoints
 from omnistage.transport.keys import Keys, make_keys
 from omnistage.transport.service_link import ServiceLink
 from omnistage.wire import PROTOCOL_VERSION
-from omnistage.wire_services import Done, Greet, ServiceMessage, Welcome
+from omnistage.wire_services import Done, Greet, ServiceMessage, Tensor, Welcome
 from tests.services.factories import Services
 
 IDS = list(range(100, 140))
@@ -126,6 +127,63 @@ async def test_options_reach_the_stages(services: Services) -> None:
             prompt=[1, 2, 3], sampling={"top_k": 5}, seed=7, voice="v", chunks=policy, priority=-3
         )
     ]
+
+
+async def test_tensors_reach_the_stage_with_every_part_of_a_split_text(services: Services) -> None:
+    asked: list[StageInput] = []
+
+    def script(given: StageInput) -> Script:
+        asked.append(given)
+        return Script(ids=IDS)
+
+    def words(given: StageInput) -> list[StageInput]:
+        assert given.conditioning is None  # the message of a split carries none
+        return [StageInput(prompt=word) for word in str(given.prompt).split()]
+
+    ar = await services.ar(script, split=words)
+    await services.decoder(ar)
+    given = {"voice": np.arange(6, dtype=np.int16).reshape(2, 3)}
+    async with Pipeline.connect(ar.endpoint) as pipeline:
+        await pipeline.submit("a b", conditioning=given).finished()
+        rows = np.ones((3, 4), np.float32)
+        usage = await pipeline.submit(rows, conditioning=given).finished()
+    assert usage.prompt_tokens == 3
+    assert asked == [StageInput(prompt=p, conditioning=given) for p in ("a", "b", rows)]
+
+
+async def test_tensors_that_do_not_fit_a_message_or_an_earlier_service_are_refused_here(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ar = await services.ar(by_prompt)
+    await services.decoder(ar)
+    async with Pipeline.connect(ar.endpoint) as pipeline:
+        large = {"voice": np.zeros(17 << 20, np.uint8)}
+        with pytest.raises(InvalidRequest, match="at most 16777216"):
+            await pipeline.submit("a", conditioning=large).finished()
+        assert await heard(pipeline, "a") == [ord("a")] * 10
+    monkeypatch.setattr("omnistage.services.ar.INPUTS", ())
+    async with Pipeline.connect(ar.endpoint) as pipeline:
+        for prompt, given, name in (
+            ("a", {"voice": np.zeros(1)}, "conditioning"),
+            (np.zeros((1, 1)), None, "prompt"),
+        ):
+            with pytest.raises(InvalidRequest, match="earlier release") as raised:
+                await pipeline.submit(prompt, conditioning=given).finished()
+            assert raised.value.parameter == name
+        assert await heard(pipeline, "a") == [ord("a")] * 10
+
+
+async def test_a_client_whose_tensors_are_none_hurts_nobody(services: Services) -> None:
+    ar = await services.ar(by_prompt)
+    await services.decoder(ar)
+    async with Pipeline.connect(ar.endpoint) as pipeline:
+        good = pipeline.submit("a", conditioning={"voice": np.zeros(2, np.uint8)})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "of", lambda given: Tensor("uint8", (3,), bytes(given.data)))
+            with pytest.raises(InvalidRequest, match="has 2 bytes, not 3") as raised:
+                await good.finished()
+        assert raised.value.parameter == "conditioning"
+        assert await heard(pipeline, "a") == [ord("a")] * 10
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from omnistage.models.talker.frames import UnitFrames, UnitFramesState
 from omnistage.models.talker.layout import CHECKPOINT, Layout, read_layout
 from omnistage.models.talker.pieces import pieces
 from omnistage.models.talker.text import TRAINED_WORDS, TextStep, is_said
-from omnistage.request import ChunkPolicy
+from omnistage.request import ChunkPolicy, Payload
 from omnistage.stages.environment import is_cpu_build
 
 if TYPE_CHECKING:
@@ -143,7 +143,9 @@ class TalkerInput:
             raise InvalidRequest("the talker has one voice; leave voice out", parameter="voice")
         asked = stage_input.prompt
         if isinstance(asked, str):
-            prompt: str | list[int] = await to_thread.run_sync(self._text.prompt_ids, asked)
+            prompt: str | list[int] | Payload = await to_thread.run_sync(
+                self._text.prompt_ids, asked
+            )
         else:
             prompt = copy_prompt(asked)
         return EngineInput(prompt=prompt, sampling=merge(self._sampling, stage_input))
