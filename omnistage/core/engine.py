@@ -270,10 +270,9 @@ def _wire(vllm_config: Any, config: ARStageConfig, control: str, directory: Path
         owner_pid=os.getpid(),
         keys=load_keys(config.keys),
     )
-    channels = {AUDIO: config.processor}
     wiring = Wiring(
         stage=config.name,
-        channels=channels,
+        channels={AUDIO: config.processor},
         publisher=publisher,
         takes_rows=takes_rows,
         contract=contract,
