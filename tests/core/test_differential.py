@@ -21,7 +21,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.utils import ConstantList
 
-from omnistage.adapters.processor import TokenUpdates
+from omnistage.adapters.processor import HiddenStates, TokenUpdates
+from omnistage.request import FinishReason
 from tests.core.factories import (
     CHANNEL,
     Driver,
@@ -81,19 +82,26 @@ def state(scheduler: Scheduler) -> dict[str, Any]:
 class Pair:
     """The same operations on vLLM's scheduler and on ours."""
 
-    def __init__(self, *, run_ahead: int, **options: Any) -> None:
+    def __init__(self, *, run_ahead: int, rows: bool = False, **options: Any) -> None:
         ours = make_scheduler(**options)
         self.stock_outputs: list[Any] = []
         self.our_outputs: list[Any] = []
-        self.ours = Harness(ours, {CHANNEL: TokenUpdates()}, run_ahead=run_ahead)
+        processor = HiddenStates() if rows else TokenUpdates()
+        self.ours = Harness(ours, {CHANNEL: processor}, run_ahead=run_ahead)
+        self.ours.rows_of = lambda _: rows
         self.stock = Driver(make_scheduler(stock=True, **options), run_ahead=run_ahead)
         self.committed: dict[str, list[int]] = {}
-        self.expected_ends: set[str] = set()
+        self.prompts: dict[str, int] = {}
+        # As the AR stage asks for rows: the prefix cache is passed over.
+        self.options = {"skip_reading_prefix_cache": True} if rows else {}
         self._spy(self.stock, self.stock_outputs)
         self._spy(self.ours, self.our_outputs)
 
     def add(self, name: str, **options: Any) -> None:
+        prompt = options.get("prompt", 0)
+        self.prompts[name] = prompt if isinstance(prompt, int) else len(prompt)
         for driver in (self.stock, self.ours):
+            options |= self.options
             driver.add(make_request(name, **options))
         self.ours.publish()  # adding can end a session
         self.compare()
@@ -167,6 +175,7 @@ SCHEDULES = given(
     budget=st.sampled_from([16, 48, 512]),
     drafts=st.sampled_from([0, 0, 3]),
     policy=st.sampled_from(["fcfs", "priority"]),
+    rows=st.booleans(),
 )
 
 
@@ -192,8 +201,10 @@ def lock_step(
     budget: int,
     drafts: int,
     policy: str,
+    rows: bool,
 ) -> None:
     pair = Pair(
+        rows=rows,
         run_ahead=run_ahead if asynchronous and not drafts else 1,
         asynchronous=asynchronous and not drafts,
         prefix_cache=prefix_cache,
@@ -214,7 +225,7 @@ def lock_step(
             for i in range(c):
                 names.append(f"r{len(names)}")
                 pair.add(names[-1], prompt=a, max_tokens=b, priority=i % 3)
-        elif kind == "session":
+        elif kind == "session" and not rows:  # refused together
             names.append(f"s{len(names)}")
             sessions.append(names[-1])
             pair.add(names[-1], prompt=a, max_tokens=b, resumable=True)
@@ -239,6 +250,8 @@ def lock_step(
             pair.finish(name, RequestStatus.FINISHED_ABORTED)
     pair.drain()
     check_published(pair, names)
+    if rows:
+        check_rows(pair, names)
 
 
 def check_published(pair: Pair, names: list[str]) -> None:
@@ -251,3 +264,14 @@ def check_published(pair: Pair, names: list[str]) -> None:
     assert not len(pair.ours.collector)
     assert not len(pair.ours.adapter)
     assert not pair.ours.collector._paused
+
+
+def check_rows(pair: Pair, names: list[str]) -> None:
+    """Each position's row came once, in order; of one that ended by itself none is missing."""
+    published = pair.ours.published
+    for name in names:
+        (terminal,) = published.terminals[name]
+        got = published.rows.get(name, [])
+        assert got == list(range(len(got)))
+        if terminal.reason in {FinishReason.STOP, FinishReason.LENGTH}:
+            assert len(got) == pair.prompts[name] + terminal.tokens - 1
