@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_TENSORS: Final[Mapping[str, Payload]] = {}
-
 # vLLM sends its engine SIGKILL this long after SIGTERM; its default of 5 s is what workers may
 # need alone.
 _SHUTDOWN_SECONDS: Final = 15.0
@@ -71,6 +69,9 @@ class Engine:
 
     Args:
         llm: The engine, started with our scheduler and wiring.
+
+    Attributes:
+        row_keys: The keys of the tensors that its updates carry.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -80,6 +81,7 @@ class Engine:
         self._splits_prefill = bool(config.scheduler_config.enable_chunked_prefill)
         wiring = wiring_of(config)
         self._gives_rows = wiring is not None and bool(wiring.takes_rows)
+        self.row_keys = None if wiring is None else wiring.row_keys
         self._prompts = Prompts(llm, None if wiring is None else wiring.contract)
         declared = config.model_config.try_get_generation_config().get("eos_token_id")
         self._ends = Ends(declared, llm.renderer.tokenizer, self._prompts.vocabulary)
@@ -94,7 +96,7 @@ class Engine:
         request_id: str,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
-        conditioning: Mapping[str, Payload] = NO_TENSORS,
+        conditioning: Mapping[str, Payload] | None = None,
         consumed: bool = True,
     ) -> Usage:
         """Run one request to its end. Cancelling it needs :meth:`abort` as well.
@@ -120,7 +122,7 @@ class Engine:
             sampling, extra = with_rows(sampling), {**extra, WANTS_PAYLOAD: True}
         params = self._sampling_params(sampling, extra or None)
         try:
-            tensors, salt = await self._prompts.pack(conditioning)
+            tensors, salt = await self._prompts.pack(conditioning or {})
             if tensors:
                 params.extra_args = {**extra, **tensors}
             prompt = await self._prompts.render(engine_input.prompt, salt)
