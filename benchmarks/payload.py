@@ -4,7 +4,8 @@ Two engines of one tiny model of hidden size 2048, bfloat16, random weights: ``i
 sampled ids and has vLLM's own worker, ``rows`` publishes the rows too. Rounds alternate; a pair is
 one of each. Then the parts alone: CPU time in the worker and in the scheduler for a step of n rows.
 
-Run it on a quiet machine: ``python benchmarks/payload.py --executor mp --pairs 20``.
+Run it on a quiet machine: ``python benchmarks/payload.py --executor uni`` for rows that are built
+in the step, ``--executor mp --scheduling async`` for those built where its output is waited for.
 """
 
 from __future__ import annotations
@@ -85,29 +86,108 @@ def measure_parts() -> None:
     import torch
 
     from omnistage.core.rows import RowCount
-    from omnistage.worker.build import build_payload
+    from omnistage.worker.build import build, take
+    from omnistage.worker.contract import ModelContract
     from omnistage.worker.reader import Executed
 
-    print("\nCPU us a step        build    pickle  unpickle scheduler     bytes")
-    for requests, count in ((1, 1), (16, 1), (64, 1), (1, PREFILL)):
+    contract = ModelContract(model="bench")
+    print("\nCPU us a step         take     build    pickle  unpickle scheduler     bytes")
+    for requests, count, first in (
+        (1, 1, 0),
+        (16, 1, 0),
+        (16, 1, 3000),
+        (64, 1, 0),
+        (1, PREFILL, 0),
+    ):
         names = [f"a-request-with-a-name-{i}" for i in range(requests)]
         hidden = torch.zeros(requests * count, HIDDEN, dtype=torch.bfloat16)
-        executed = Executed(names, [count] * requests, [0] * requests, hidden)
-        build = partial(build_payload, executed, set(names))
-        payload = build()
-        assert payload is not None  # noqa: S101
-        raw = pickle.dumps(payload, 5)
-        dump, load = partial(pickle.dumps, payload, 5), partial(pickle.loads, raw)
+        executed = Executed(names, [count] * requests, [first] * requests, hidden)
+        took = partial(take, executed, {}, contract, dict.fromkeys(names, 8))
+        taken = took()
+        assert taken is not None  # noqa: S101
+        made = partial(build, taken, names)
+        beside: list[pickle.PickleBuffer] = []
 
-        def take(payload: Any = payload, requests: int = requests) -> None:
+        def beside_if_large(buffer: pickle.PickleBuffer, beside: Any = beside) -> bool:
+            beside.append(buffer)  # as vLLM's queue between its processes does
+            return len(buffer.raw()) < 1 << 20
+
+        dump = partial(pickle.dumps, made(), 5, buffer_callback=beside_if_large)
+        raw = dump()
+        large = [bytearray(b.raw()) for b in beside if len(b.raw()) >= 1 << 20]
+        load = partial(pickle.loads, raw, buffers=large)
+        payload = load()
+
+        def cut(payload: Any = payload, requests: int = requests, first: int = first) -> None:
             for i in range(requests):
-                RowCount(10_000).take(payload, i, committed=0, sampled=1)
+                rows = RowCount(10_000)
+                rows.next = first
+                rows.take(payload, i, committed=0, sampled=1)
 
-        taken = "".join(f"{cpu_us(call):10.0f}" for call in (build, dump, load, take))
-        print(f"{requests:4d} x {count:4d} rows{taken} {len(raw):9d}")
+        cells = "".join(f"{cpu_us(call):10.0f}" for call in (took, made, dump, load, cut))
+        size = len(raw) + sum(map(len, large))
+        print(f"{requests:4d} x {count:4d} at {first:4d}{cells} {size:9d}")
 
 
-def make_llm(model: str, config: ARStageConfig, executor: str) -> Any:
+def measure_idle() -> None:
+    """What a worker that can give rows does in a step in which nobody wants any."""
+    from types import SimpleNamespace
+
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from omnistage.worker.contract import ModelContract
+    from omnistage.worker.mixin import PayloadWorkerMixin
+    from omnistage.worker.requests import WorkerRequests
+
+    class Stock(WorkerBase):
+        def __init__(self) -> None: ...
+
+        def execute_model(self, scheduler_output: Any) -> Any: ...
+
+        def sample_tokens(self, grammar_output: Any) -> Any: ...
+
+    class Ours(PayloadWorkerMixin, Stock): ...
+
+    class Operations(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            Operations.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    empty: dict[str, Any] = {}
+    new = SimpleNamespace(
+        req_id="a", sampling_params=None, prompt_token_ids=[1], prompt_embeds=None
+    )
+    step: Any = SimpleNamespace(
+        finished_req_ids=set(),
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+    )
+    kind: Any = Ours
+    worker = kind()
+    worker._omni_requests = WorkerRequests(all_of_them=False)
+    worker._omni_hooks = SimpleNamespace(
+        contract=ModelContract(model="bench"), take_outputs=lambda: empty
+    )
+
+    def run(one: Any) -> None:
+        one.execute_model(step)
+        one.sample_tokens(None)
+
+    stock_us, ours_us = cpu_us(partial(run, Stock()), 2000), cpu_us(partial(run, worker), 2000)
+    with Operations():  # type: ignore[no-untyped-call]
+        run(worker)
+    print(
+        f"\na step in which nobody wants rows: {ours_us - stock_us:.1f} us of CPU more, "
+        f"{Operations.seen} tensor operations"
+    )
+
+
+def make_llm(model: str, config: ARStageConfig, executor: str, scheduling: str) -> Any:
     """A forked engine, attached to a stage."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -116,6 +196,8 @@ def make_llm(model: str, config: ARStageConfig, executor: str) -> Any:
     args = {**ENGINE_ARGS, "distributed_executor_backend": executor}
     vllm_config = AsyncEngineArgs(model=model, **args).create_engine_config()
     assert vllm_config.parallel_config.distributed_executor_backend == executor  # noqa: S101
+    # vLLM's CPU platform turns it off; this is how it runs on a GPU by default.
+    vllm_config.scheduler_config.async_scheduling = scheduling == "async"
     omnistage.attach(vllm_config, config)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return AsyncLLM.from_vllm_config(vllm_config)
@@ -146,7 +228,7 @@ async def one_round(pipeline: Pipeline, streams: int, prompt: int, tokens: int) 
     return took
 
 
-async def measure_engines(executor: str, pairs: int, tokens: int) -> None:
+async def measure_engines(executor: str, scheduling: str, pairs: int, tokens: int) -> None:
     """Pairs of rounds, one without and one with rows."""
     with TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(MODEL))
@@ -154,11 +236,15 @@ async def measure_engines(executor: str, pairs: int, tokens: int) -> None:
             arms = []
             for processor in (TokenUpdates(), HiddenStates()):
                 config = ARStageConfig(model=directory, processor=processor)
-                llm = make_llm(directory, config, executor)
+                llm = make_llm(directory, config, executor, scheduling)
                 stack.callback(llm.shutdown)
                 pipeline = Pipeline(ar=config, decoder=None, llm=llm)
                 arms.append(await stack.enter_async_context(pipeline))
-            print(f"\nexecutor {executor}, {pairs} pairs; ms a step, median; rows/ids with 95%")
+            way = "background" if (executor, scheduling) == ("mp", "async") else "inline"
+            print(
+                f"\nexecutor {executor}, {scheduling}, rows built {way}, {pairs} pairs; "
+                "ms a step, median; rows/ids with 95%"
+            )
             for streams, prompt, count in (
                 (1, 8, tokens),
                 (16, 8, tokens),
@@ -186,10 +272,12 @@ def main() -> None:
     parser.add_argument("--executor", choices=["mp", "uni"], default="mp")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--scheduling", choices=["sync", "async"], default="sync")
     options = parser.parse_args()
-    measure = measure_engines(options.executor, options.pairs, options.tokens)
-    asyncio.run(measure)
+    ways = options.executor, options.scheduling
+    asyncio.run(measure_engines(*ways, options.pairs, options.tokens))
     measure_parts()  # last: torch has run in no process that is forked
+    measure_idle()
 
 
 if __name__ == "__main__":

@@ -44,6 +44,10 @@ class ARStageConfig:
             processor wants payloads; None leaves it to the model, whose default is True. With
             False, and no other outputs of the model's, nothing is taken there.
 
+        prefix_rows: Keep the rows of everything in the prefix cache, in the worker's CPU memory, so
+            that requests with rows may read that cache; without it they compute their whole prompt.
+            It takes a row for every slot of the KV cache that was ever used.
+
     Raises:
         ConfigError: A name that cannot be one, or an engine argument that the stage sets itself.
     """
@@ -59,6 +63,7 @@ class ARStageConfig:
     startup_timeout: float = 60.0
     codec: str = ""
     omni_pooler_payload_include_hidden: bool | None = None
+    prefix_rows: bool = False
 
     def __post_init__(self) -> None:
         check_name(self.name, "a stage name")

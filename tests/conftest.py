@@ -40,6 +40,8 @@ ALLOWED = [
     ("logging/__init__.py", {"handle"}),
     # vLLM lists the installed packages' entry points at the first request of a process, cached.
     ("vllm/v1/sample/logits_processor/__init__.py", {"_load_logitsprocs_plugins"}),
+    # vLLM tries a request's grammar in a thread, for which it waits a bounded time.
+    ("vllm/v1/structured_output/utils.py", {"compile_regex_with_timeout"}),
 ]
 
 

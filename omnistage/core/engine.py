@@ -69,9 +69,6 @@ class Engine:
 
     Args:
         llm: The engine, started with our scheduler and wiring.
-
-    Attributes:
-        row_keys: The keys of the tensors that its updates carry.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -81,7 +78,8 @@ class Engine:
         self._splits_prefill = bool(config.scheduler_config.enable_chunked_prefill)
         wiring = wiring_of(config)
         self._gives_rows = wiring is not None and bool(wiring.takes_rows)
-        self.row_keys = None if wiring is None else wiring.row_keys
+        self.row_keys = None if wiring is None else wiring.row_keys  # of its updates' tensors
+        self._keeps_prefixes = wiring is not None and wiring.prefix_rows
         self._prompts = Prompts(llm, None if wiring is None else wiring.contract)
         declared = config.model_config.try_get_generation_config().get("eos_token_id")
         self._ends = Ends(declared, llm.renderer.tokenizer, self._prompts.vocabulary)
@@ -111,15 +109,16 @@ class Engine:
             consumed: Whether anybody receives what it emits.
 
         Raises:
-            InvalidRequest: vLLM, or its model, refuses the prompt, the sampling fields or the
-                tensors.
+            InvalidRequest: vLLM, or its model, refuses what was asked.
             EngineDead: The engine died.
             ServerError: vLLM failed the request.
         """
         sampling = engine_input.sampling
         extra: dict[str, Any] = {} if record is None else {EXTRA_ARG: record}
         if self._gives_rows and consumed:
-            sampling, extra = with_rows(sampling), {**extra, WANTS_PAYLOAD: True}
+            extra[WANTS_PAYLOAD] = True
+            if not self._keeps_prefixes:
+                sampling = with_rows(sampling)
         params = self._sampling_params(sampling, extra or None)
         try:
             tensors, salt = await self._prompts.pack(conditioning or {})
@@ -138,7 +137,7 @@ class Engine:
         if final is None:
             raise ServerError("vLLM ended the request without output")
         usage = _usage(final)
-        if isinstance(engine_input.prompt, Payload):
+        if isinstance(engine_input.prompt, Payload):  # of which vLLM gives no ids back
             usage = replace(usage, prompt_tokens=engine_input.prompt.shape[0])
         if usage.finish_reason in {FinishReason.ABORT, FinishReason.ERROR}:
             # Said here, not left to a terminal: one that never reached the scheduler has none.
@@ -269,13 +268,13 @@ def _wire(vllm_config: Any, config: ARStageConfig, control: str, directory: Path
         owner_pid=os.getpid(),
         keys=load_keys(config.keys),
     )
-    channels = {AUDIO: config.processor}
     wiring = Wiring(
         stage=config.name,
-        channels=channels,
+        channels={AUDIO: config.processor},
         publisher=publisher,
         takes_rows=takes_rows,
         contract=contract,
+        prefix_rows=bool(takes_rows) and config.prefix_rows,
     )
     items: Any = vllm_config.additional_config or {}
     vllm_config.additional_config = WiredConfig(items, wiring)

@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
     from omnistage.config import ARStageConfig
 
+_CPU: Final = "vllm.v1.worker.cpu_worker.CPUWorker"
 WORKERS: Final = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": "omnistage.worker.cpu.OmniCPUWorker",
+    _CPU: "omnistage.worker.cpu.OmniCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "omnistage.worker.gpu.OmniGPUWorker",
 }
 """vLLM's worker classes, which a platform chooses, and ours over each."""
+
+PROVEN_SPECULATION: Final = ("ngram", "draft_model")
 
 
 def give_payloads(vllm_config: Any, config: ARStageConfig) -> tuple[ModelContract, tuple[str, ...]]:
@@ -34,22 +37,17 @@ def give_payloads(vllm_config: Any, config: ARStageConfig) -> tuple[ModelContrac
         ConfigError: The model declares what cannot be; or an engine of this configuration has not
             what the processor wants, not all of it, or would call a hook with wrong positions.
     """
-    contract = _contract(vllm_config.model_config, config)
+    contract, parallel = _contract(vllm_config.model_config, config), vllm_config.parallel_config
     wanted = wants_payload(config.processor) and contract.has_payload
-    if not (wanted or contract.extends_vllm):
+    if wanted or contract.extends_vllm:
+        _check(vllm_config, config, contract, wanted=wanted)
+    elif parallel.pipeline_parallel_size == 1 or parallel.worker_cls != _CPU:
         return contract, ()
-    parallel = vllm_config.parallel_config
-    asks = f"{type(config.processor).__name__} wants payloads"
-    if contract.extends_vllm:
-        asks = f"{contract.model} extends vLLM's model interface"
-    for reason in _obstacles(vllm_config, contract, wanted=wanted):
-        advice = "change that"
-        if not contract.extends_vllm:
-            advice += ", or set omni_pooler_payload_include_hidden=False"
-        raise ConfigError(f"{asks}, and {reason}; {advice}", stage=config.name)
     parallel.worker_cls = WORKERS[parallel.worker_cls]
     # Plain values, the same at every start: they go into vLLM's compile-cache key.
     options = {"include_hidden": contract.include_hidden}
+    if wanted and config.prefix_rows:
+        options["prefix_rows"] = True
     vllm_config.additional_config = {
         **(vllm_config.additional_config or {}),
         PAYLOAD_OPTIONS: options,
@@ -67,6 +65,22 @@ def _contract(model_config: Any, config: ARStageConfig) -> ModelContract:
     from vllm.model_executor.model_loader.utils import get_model_cls
 
     return contract_of(get_model_cls(model_config), config.omni_pooler_payload_include_hidden)
+
+
+def _check(
+    vllm_config: Any, config: ARStageConfig, contract: ModelContract, *, wanted: bool
+) -> None:
+    if wanted and config.prefix_rows:
+        from omnistage.worker.cache_group import prefix_rows_obstacle
+
+        if obstacle := prefix_rows_obstacle(vllm_config):
+            raise ConfigError(f"prefix_rows=True, and {obstacle}; leave it out", stage=config.name)
+    asks = f"{type(config.processor).__name__} wants payloads"
+    advice = "change that, or set omni_pooler_payload_include_hidden=False"
+    if contract.extends_vllm:
+        asks, advice = f"{contract.model} extends vLLM's model interface", "change that"
+    for reason in _obstacles(vllm_config, contract, wanted=wanted):
+        raise ConfigError(f"{asks}, and {reason}; {advice}", stage=config.name)
 
 
 def _obstacles(vllm_config: Any, contract: ModelContract, *, wanted: bool) -> Iterator[str]:
@@ -90,14 +104,15 @@ def _obstacles(vllm_config: Any, contract: ModelContract, *, wanted: bool) -> It
             "Model Runner V2 does not show its batch before a forward pass; set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
         )
-    if contract.preprocesses and asynchronous and speculation is not None:
-        yield "speculation under async scheduling hides the positions before a forward pass"
     if not wanted:
         return
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         yield "kv_sharing_fast_prefill does not compute a prompt's rows"
-    if speculation is not None and speculation.method != "ngram":
-        yield f"speculation by {speculation.method!r} is unproven with them; 'ngram' works"
+    if speculation is not None and speculation.method not in PROVEN_SPECULATION:
+        proven = " and ".join(PROVEN_SPECULATION)
+        yield f"speculation by {speculation.method!r} is unproven with them; {proven} work"
+    if speculation is not None and asynchronous and vllm_config.use_v2_model_runner:
+        yield "Model Runner V2 is unproven with speculation under async scheduling"
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.is_kv_consumer:
         yield "a KV connector loads blocks whose rows are not computed; use a kv_producer"

@@ -61,8 +61,8 @@ class RowCount:
             MissingRows: It starts behind the rows that are due.
             FailedRows: There is an error in their place.
         """
-        if payload.error is not None:
-            raise FailedRows(payload.error)
+        if index in payload.errors:
+            raise FailedRows(payload.errors[index])
         first, count = payload.first_rows[index], payload.counts[index]
         if first > self.next:
             raise MissingRows(_missing(self.next, first))

@@ -30,6 +30,7 @@ class Wiring(msgspec.Struct, frozen=True, kw_only=True):
         handover_limit: Steps that may wait for the publisher thread.
         takes_rows: The channels whose processors get payloads from the workers.
         contract: What the model declares, where it is known.
+        prefix_rows: Whether the workers keep the rows of cached prefixes.
     """
 
     stage: str
@@ -38,6 +39,7 @@ class Wiring(msgspec.Struct, frozen=True, kw_only=True):
     handover_limit: int = HANDOVER_LIMIT
     takes_rows: tuple[str, ...] = ()
     contract: ModelContract | None = None
+    prefix_rows: bool = False
 
     @property
     def row_keys(self) -> frozenset[str]:

@@ -66,6 +66,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_TOPICS: Final = 65_536
+ZERO_COPY_BYTES: Final = 1 << 20
+"""From here on ZeroMQ sends a message from where it is; below, copying it costs less."""
 _FLUSH_SECONDS: Final = 0.5
 """For the last acknowledgements when it closes; vLLM waits a second in all."""
 
@@ -303,7 +305,8 @@ class Publisher:
         try:
             if not retained.admits(size):
                 raise zmq.Again
-            data.send_multipart([topic, header, *buffers], zmq.NOBLOCK)
+            copied = size < ZERO_COPY_BYTES
+            data.send_multipart([topic, header, *buffers], zmq.NOBLOCK, copy=copied)
         except zmq.Again:
             # Given up, not left out, so that a subscriber that recovers knows what it lacks.
             retained.give_up(stalled=True)

@@ -17,6 +17,7 @@ import torch
 
 from omnistage.worker.contract import HIDDEN, Occurrence
 from omnistage.worker.payload import Rows, StepPayload
+from omnistage.worker.prefixes import PrefixStep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,12 +53,24 @@ class TakenRows(msgspec.Struct, frozen=True):
 
 
 class Taken(msgspec.Struct):
-    """What was taken of a step; see :class:`StepPayload`."""
+    """What was taken of a step; see :class:`StepPayload`.
+
+    Args:
+        places: As there.
+        first_rows: As there.
+        counts: As there.
+        prompts: The length of each one's prompt.
+        keys: The rows; with ``prefixes``, of every request of the batch.
+        prefixes: What the step adds to the rows of cached prefixes, where they are kept.
+        error: Why there are no rows, if they could not be taken.
+    """
 
     places: list[int]
     first_rows: list[int]
     counts: list[int]
+    prompts: list[int]
     keys: dict[str, TakenRows]
+    prefixes: PrefixStep | None = None
     error: str | None = None
 
 
@@ -68,6 +81,7 @@ def take(
     wanted: Mapping[str, int],
     *,
     later: bool = False,
+    prefixes: PrefixStep | None = None,
 ) -> Taken | None:
     """Take the rows of the wanted requests: detached, in their exact dtype.
 
@@ -77,41 +91,57 @@ def take(
         contract: What it declares.
         wanted: The requests whose rows are wanted, and the length of each one's prompt.
         later: Leave the copy from the device to :func:`build`.
+        prefixes: Take those of all requests, and keep them.
 
     Returns:
-        None if there is nothing to send. Where the rows cannot be taken, an error for the requests.
+        None if there is nothing to send or to keep. Where rows cannot be taken, an error in their
+        place.
     """
-    picked = [i for i, name in enumerate(executed.request_ids) if name in wanted]
+    names, firsts = executed.request_ids, executed.first_rows
+    picked = [i for i, name in enumerate(names) if name in wanted]
     if contract.only_prefill:
-        names = executed.request_ids
-        picked = [i for i in picked if executed.first_rows[i] < wanted[names[i]]]
-    if not picked:
+        picked = [i for i in picked if firsts[i] < wanted[names[i]]]
+    if not picked and prefixes is None:
         return None
-    firsts = [executed.first_rows[i] for i in picked]
-    counts = [executed.counts[i] for i in picked]
+    taken = Taken(
+        picked,
+        [firsts[i] for i in picked],
+        [executed.counts[i] for i in picked],
+        [wanted[names[i]] for i in picked],
+        {},
+        prefixes,
+    )
     try:
         _check_outputs(outputs, contract, executed)
-        keys = _take_keys(executed, outputs, contract, picked, wanted, later=later)
+        taken.keys = _take_keys(executed, outputs, contract, taken, later=later)
     except Exception as error:
-        return Taken(picked, firsts, counts, {}, _describe(error))
-    return Taken(picked, firsts, counts, keys)
+        taken.error = _describe(error)
+    return taken
 
 
 def build(taken: Taken, request_ids: list[str]) -> StepPayload:
-    """Bring what was taken to the host.
+    """Bring what was taken to the host, and keep what is to be kept.
 
     Args:
         taken: What :func:`take` returned.
         request_ids: The ids that vLLM returns with the step.
     """
-    keys: dict[str, Rows] = {}
+    payload = StepPayload(request_ids, taken.places, taken.first_rows, taken.counts, {})
     error = taken.error
-    if error is None:
-        try:
-            keys = {key: _to_host(rows) for key, rows in taken.keys.items()}
-        except Exception as failure:
-            error = _describe(failure)
-    return StepPayload(request_ids, taken.places, taken.first_rows, taken.counts, keys, error)
+    try:
+        if error is None:
+            payload.keys.update({key: _to_host(rows) for key, rows in taken.keys.items()})
+    except Exception as failure:
+        error = _describe(failure)
+    try:
+        if taken.prefixes is not None:  # in any case: it says which rows are no more
+            payload = taken.prefixes.complete(payload, taken.prompts)
+    except Exception as failure:
+        error = error or _describe(failure)
+    if error is not None:
+        payload.keys.clear()
+        payload.errors.update(dict.fromkeys(range(len(taken.places)), error))
+    return payload
 
 
 def _describe(error: Exception) -> str:
@@ -136,7 +166,7 @@ def _check_outputs(outputs: Mapping[str, Any], contract: ModelContract, executed
     for key, occurrence in contract.outputs.items():
         value = outputs.get(key)
         if value is None and occurrence is Occurrence.PREFILL:
-            continue  # missed below, if there are rows of a prompt
+            continue  # missed below, where rows of it are due
         if not isinstance(value, torch.Tensor):
             raise OutputError(
                 f"{contract.model} declares {key!r} and returned {type(value).__name__}, no tensor"
@@ -153,32 +183,35 @@ def _take_keys(
     executed: Executed,
     outputs: Mapping[str, Any],
     contract: ModelContract,
-    picked: list[int],
-    wanted: Mapping[str, int],
+    taken: Taken,
     *,
     later: bool,
 ) -> dict[str, TakenRows]:
     stops = list(accumulate(executed.counts))
-    spans = [(stops[i] - executed.counts[i], stops[i]) for i in picked]
-    prompts = [
-        (start, max(start, min(end, start + wanted[executed.request_ids[i]] - first)))
-        for (start, end), i in zip(spans, picked, strict=True)
-        for first in (executed.first_rows[i],)
-    ]
-    places = [(i, i + 1) for i in picked]
+    spans = [(stop - count, stop) for stop, count in zip(stops, executed.counts, strict=True)]
+    prompts = spans
+    if taken.prefixes is None:
+        spans = [spans[i] for i in taken.places]
+        prompts = [
+            (start, max(start, min(end, start + prompt - first)))
+            for (start, end), prompt, first in zip(
+                spans, taken.prompts, taken.first_rows, strict=True
+            )
+        ]
+    places = [(i, i + 1) for i in taken.places]
     cuts = {Occurrence.TOKEN: spans, Occurrence.PREFILL: prompts, Occurrence.REQUEST: places}
     sources: dict[str, tuple[Occurrence, Any]] = {}
     if contract.include_hidden:
         sources[HIDDEN] = (Occurrence.TOKEN, executed.hidden)
     sources |= {key: (n, outputs.get(key)) for key, n in contract.outputs.items()}
-    taken = {}
+    found = {}
     for key, (occurrence, tensor) in sources.items():
         own = cuts[occurrence]
         if all(start == end for start, end in own):
             continue
         if tensor is None:
             raise OutputError(
-                f"{contract.model} returned no {key!r} for a step that computes rows of a prompt"
+                f"{contract.model} returned no {key!r} for a step whose rows of it are due"
             )
         if tensor.dtype not in DTYPES:
             raise OutputError(f"{contract.model} returned {key!r} in {tensor.dtype}")
@@ -191,8 +224,8 @@ def _take_keys(
             else:
                 rows = rows.cpu()
         ends = list(accumulate(end - start for start, end in own))
-        taken[key] = TakenRows(occurrence, ends, rows, ready)
-    return taken
+        found[key] = TakenRows(occurrence, ends, rows, ready)
+    return found
 
 
 def _select(tensor: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:

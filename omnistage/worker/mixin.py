@@ -20,11 +20,13 @@ from omnistage.worker.build import Taken, build, take
 from omnistage.worker.contract import PAYLOAD_OPTIONS
 from omnistage.worker.hooks import ModelHooks
 from omnistage.worker.payload import PAYLOAD_ATTRIBUTE
+from omnistage.worker.prefixes import Prefixes
 from omnistage.worker.reader import read_executed, read_prepared
 from omnistage.worker.requests import WorkerRequests
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 class PayloadWorkerMixin(WorkerBase):
@@ -38,11 +40,13 @@ class PayloadWorkerMixin(WorkerBase):
     _omni_requests: WorkerRequests
     _omni_scheduled: SchedulerOutput | None = None
     _omni_later = False
+    _omni_prefixes: Prefixes | None = None
 
     def load_model(self, **options: Any) -> None:
         """Load the model as vLLM does, and look at what it declares."""
         super().load_model(**options)
-        asked = self.vllm_config.additional_config.get(PAYLOAD_OPTIONS, {})
+        configured: Any = self.vllm_config.additional_config
+        asked = configured.get(PAYLOAD_OPTIONS, {})
         self._omni_hooks = ModelHooks(self.get_model(), asked.get("include_hidden"))
         contract = self._omni_hooks.contract
         self._omni_requests = WorkerRequests(
@@ -53,14 +57,23 @@ class PayloadWorkerMixin(WorkerBase):
         # Only there is an output waited for in a thread of its own.
         parallel, scheduler = self.vllm_config.parallel_config, self.vllm_config.scheduler_config
         self._omni_later = (
-            scheduler.async_scheduling and parallel.distributed_executor_backend == "mp"
+            bool(scheduler.async_scheduling) and parallel.distributed_executor_backend == "mp"
         )
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Make the KV cache as vLLM does, and what keeps the rows beside it if they are kept."""
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        configured: Any = self.vllm_config.additional_config
+        if configured.get(PAYLOAD_OPTIONS, {}).get("prefix_rows") and _is_output_rank():
+            self._omni_prefixes = Prefixes(self.vllm_config, kv_cache_config)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         """Execute as vLLM does, after noting which requests want what, and which are over."""
         self._omni_requests.note(scheduler_output)
+        if self._omni_prefixes is not None:
+            self._omni_prefixes.follow(scheduler_output)
         self._omni_scheduled = scheduler_output
         try:
             return super().execute_model(scheduler_output)
@@ -82,9 +95,10 @@ class PayloadWorkerMixin(WorkerBase):
 
     def _take(self) -> Taken | None:
         """What is to be sent of the step that is about to be sampled from."""
-        hooks, requests = self._omni_hooks, self._omni_requests
+        hooks, requests, prefixes = self._omni_hooks, self._omni_requests, self._omni_prefixes
         outputs = hooks.take_outputs()
-        if not (requests.wanted or hooks.contract.postprocesses):
+        keeps = prefixes is not None
+        if not (requests.wanted or hooks.contract.postprocesses or keeps):
             return None
         # Before sampling, which clears it.
         executed = read_executed(self.model_runner)
@@ -93,9 +107,16 @@ class PayloadWorkerMixin(WorkerBase):
         if hooks.contract.postprocesses:
             # On every rank that has hidden states, so that they stay in step.
             hooks.postprocess(requests.spans(executed), executed.hidden, outputs)
-        if not requests.wanted or not _is_output_rank():
+        if not _is_output_rank() or not (requests.wanted or keeps):
             return None
-        return take(executed, outputs, hooks.contract, requests.wanted, later=self._omni_later)
+        return take(
+            executed,
+            outputs,
+            hooks.contract,
+            requests.wanted,
+            later=self._omni_later,
+            prefixes=None if prefixes is None else prefixes.step(executed.request_ids),
+        )
 
 
 class PayloadOutput(AsyncModelRunnerOutput):
@@ -129,7 +150,9 @@ def with_payload(
 
 
 def _attach(output: ModelRunnerOutput, taken: Taken) -> ModelRunnerOutput:
-    setattr(output, PAYLOAD_ATTRIBUTE, build(taken, output.req_ids))
+    payload = build(taken, output.req_ids)
+    if payload.places:
+        setattr(output, PAYLOAD_ATTRIBUTE, payload)
     return output
 
 

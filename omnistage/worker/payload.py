@@ -46,7 +46,7 @@ class StepPayload(msgspec.Struct, frozen=True):
         first_rows: Absolute position of each one's first row: how many tokens were computed before.
         counts: How many positions each one has computed.
         keys: The rows, by key.
-        error: Why there are none, if they could not be taken.
+        errors: Of those whose rows could not be taken, by their index in ``places``: why.
     """
 
     request_ids: list[str]
@@ -54,4 +54,4 @@ class StepPayload(msgspec.Struct, frozen=True):
     first_rows: list[int]
     counts: list[int]
     keys: dict[str, Rows]
-    error: str | None = None
+    errors: dict[int, str] = {}

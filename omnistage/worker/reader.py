@@ -76,8 +76,12 @@ def read_prepared(runner: Any, scheduled: SchedulerOutput) -> Batch:
         scheduled: The step it has prepared.
     """
     batch, counts = runner.input_batch, scheduled.num_scheduled_tokens
+    computed = batch.num_computed_tokens_cpu
+    if runner.use_async_spec_decode:
+        # The host's are a guess at how many drafts were accepted; the device's are not.
+        computed = runner.num_computed_tokens
     return Batch(
         batch.req_ids,
         [counts[request_id] for request_id in batch.req_ids],
-        batch.num_computed_tokens_cpu[: batch.num_reqs].tolist(),
+        computed[: batch.num_reqs].tolist(),
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from omnistage.worker.reader import Executed
+    from omnistage.worker.reader import Batch
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +44,14 @@ class Span:
     position: int
     prompt_tokens: int
     conditioning: Mapping[str, torch.Tensor]
-    state: dict[str, Any]
+    state: dict[Any, Any]
 
 
 @dataclass(slots=True)
 class _Known:
     prompt_tokens: int
     conditioning: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
+    state: dict[Any, Any] = field(default_factory=dict)
 
 
 class WorkerRequests:
@@ -94,11 +94,11 @@ class WorkerRequests:
                 if request_id in self._known:
                     self._known[request_id].state.clear()
 
-    def spans(self, executed: Executed) -> list[Span]:
+    def spans(self, batch: Batch) -> list[Span]:
         """A batch's requests in its order, for a model's hooks."""
         spans, start = [], 0
         for name, count, first in zip(
-            executed.request_ids, executed.counts, executed.first_rows, strict=True
+            batch.request_ids, batch.counts, batch.first_rows, strict=True
         ):
             known = self._known.setdefault(name, _Known(0))
             tokens, given = known.prompt_tokens, known.conditioning

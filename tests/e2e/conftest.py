@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import pytest_asyncio
 
 import omnistage
@@ -145,6 +146,12 @@ async def crowded() -> AsyncIterator[Pipeline]:
     pipeline = make_pipeline(decoder=RunsOf77Fail, processor=Mixed(), engine_args=args)
     async with pipeline as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the test models' checkpoints are made."""
+    return tmp_path_factory.mktemp("models")
 
 
 def ids_of(chunks: Sequence[AudioChunk]) -> list[int]:

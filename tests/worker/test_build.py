@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +20,18 @@ from vllm.v1.worker.gpu.model_runner import ExecuteModelState as StateV2
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState as StateV1
 
 from omnistage.tensors import ITEM_BYTES
-from omnistage.worker.build import build_payload
+from omnistage.worker import build as build_module
+from omnistage.worker.build import DTYPES, Taken, TakenRows, build, take
+from omnistage.worker.contract import HIDDEN, ModelContract, Occurrence
 from omnistage.worker.mixin import PayloadOutput, with_payload
-from omnistage.worker.payload import HIDDEN, PAYLOAD_ATTRIBUTE, Rows, StepPayload
+from omnistage.worker.payload import PAYLOAD_ATTRIBUTE, Rows, StepPayload
 from omnistage.worker.reader import Executed, read_executed
 
 COUNTS = {"a": 3, "b": 1, "c": 4}
 COMPUTED = {"a": 0, "b": 17, "c": 5}
+PROMPTS = {"a": 9, "b": 12, "c": 7}  # so that two of c's rows are its prompt's, and none of b's
+STARTS = {"c": 0, "a": 4, "b": 7}
+STOCK = ModelContract(model="Stock")
 
 
 def hidden_states(dtype: torch.dtype = torch.float32, padding: int = 3) -> torch.Tensor:
@@ -44,7 +50,9 @@ def runner_v1(hidden: Any) -> Any:
         num_reqs=3,
         num_computed_tokens_cpu=np.array([5, 0, 17, 99, 99], np.int32),
     )
-    return SimpleNamespace(execute_model_state=StateV1(**fields), input_batch=batch)
+    return SimpleNamespace(
+        execute_model_state=StateV1(**fields), input_batch=batch, use_async_spec_decode=False
+    )
 
 
 def runner_v2(hidden: Any) -> Any:
@@ -77,73 +85,240 @@ def test_both_runners_states_read_the_same(runner: Any) -> None:
     assert found.hidden is hidden
 
 
+def test_where_the_host_guesses_positions_the_devices_are_read() -> None:
+    runner = runner_v1(hidden_states())
+    runner.use_async_spec_decode = True
+    runner.num_computed_tokens = torch.tensor([4, 0, 15, 7], dtype=torch.int32)
+    found = read_executed(runner)
+    assert found is not None
+    assert list(found.first_rows) == [4, 0, 15]
+
+
 @pytest.mark.parametrize("runner", [runner_v1, runner_v2])
 def test_a_rank_without_hidden_states_has_nothing(runner: Any) -> None:
     assert read_executed(runner(None)) is None
     assert read_executed(SimpleNamespace(execute_model_state=None)) is None
 
 
+def taken(
+    wanted: str,
+    hidden: torch.Tensor | None = None,
+    contract: ModelContract = STOCK,
+    **outputs: Any,
+) -> StepPayload | None:
+    """The payload of one step."""
+    found = executed(hidden_states() if hidden is None else hidden)
+    one = take(found, outputs, contract, {name: PROMPTS.get(name, 1) for name in wanted})
+    return None if one is None else build(one, ["c", "a", "b"])
+
+
+def rows_of(rows: Rows, index: int) -> bytes:
+    """One request's share of a key."""
+    size = len(rows.data) // rows.ends[-1]
+    return bytes(rows.data[(rows.ends[index - 1] if index else 0) * size : rows.ends[index] * size])
+
+
 @pytest.mark.parametrize("wanted", ["", "a", "b", "ab", "abc", "bx", "x"])
 def test_the_wanted_requests_have_their_own_rows_and_no_others(wanted: str) -> None:
     hidden = hidden_states()
-    payload = build_payload(executed(hidden), set(wanted))
+    payload = taken(wanted, hidden)
     if not set(wanted) & set(COUNTS):
         assert payload is None
         return
     assert payload is not None
-    assert sorted(payload.request_ids) == sorted(set(wanted) & set(COUNTS))
-    starts = {"c": 0, "a": 4, "b": 7}
+    names = [payload.request_ids[place] for place in payload.places]
+    assert sorted(names) == sorted(set(wanted) & set(COUNTS))
     rows = payload.keys[HIDDEN]
-    assert (rows.dtype, rows.shape) == ("float32", (2,))
-    for i, name in enumerate(payload.request_ids):
+    assert (rows.occurrence, rows.dtype, rows.shape) == (Occurrence.TOKEN, "float32", (2,))
+    for i, name in enumerate(names):
         assert (payload.first_rows[i], payload.counts[i]) == (COMPUTED[name], COUNTS[name])
-        own = hidden[starts[name] : starts[name] + COUNTS[name]]
-        assert rows.data[i] == own.numpy().tobytes()
+        own = hidden[STARTS[name] : STARTS[name] + COUNTS[name]]
+        assert rows_of(rows, i) == own.numpy().tobytes()
 
 
-@pytest.mark.parametrize("dtype", [name for name in ITEM_BYTES if name != "bool"])
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
 def test_a_dtype_crosses_exactly(dtype: str) -> None:
     hidden = hidden_states(getattr(torch, dtype))
-    payload = build_payload(executed(hidden), {"a"})
+    payload = taken("a", hidden)
     assert payload is not None
     arrived = pickle.loads(pickle.dumps(payload, 5)).keys[HIDDEN]  # noqa: S301 as vLLM sends it
     assert arrived.dtype == dtype
-    (data,) = arrived.data
-    assert len(data) == 3 * 2 * ITEM_BYTES[dtype]
-    back = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(3, 2)
+    assert len(arrived.data) == 3 * 2 * ITEM_BYTES[dtype]
+    back = torch.frombuffer(bytearray(arrived.data), dtype=getattr(torch, dtype)).reshape(3, 2)
     assert torch.equal(back.view(torch.uint8), hidden[4:7].view(torch.uint8))
 
 
-@pytest.mark.parametrize("wanted", ["a", "abc"])
-def test_what_the_runner_does_with_its_memory_afterwards_changes_nothing(wanted: str) -> None:
-    runner = runner_v1(hidden := hidden_states())
-    found = read_executed(runner)
-    assert found is not None
-    payload = build_payload(found, set(wanted))
+def test_every_dtype_of_the_wire_is_known_to_the_worker() -> None:
+    assert set(DTYPES.values()) == set(ITEM_BYTES)
+
+
+KEYS = ModelContract(
+    model="Extended",
+    include_hidden=False,
+    outputs={
+        "codes": Occurrence.TOKEN,
+        "voice": Occurrence.REQUEST,
+        "prompt": Occurrence.PREFILL,
+    },
+)
+
+
+def outputs() -> dict[str, torch.Tensor]:
+    """What :data:`KEYS` declares: rows of 11 tokens with their padding, and of 3 requests."""
+    return {
+        "codes": torch.arange(11),
+        "voice": torch.tensor([[100], [101], [102]], dtype=torch.int16),
+        "prompt": torch.arange(11) + 50,
+    }
+
+
+def values(rows: Rows, dtype: Any) -> list[list[int]]:
+    """Each request's share of a key, as numbers."""
+    return [np.frombuffer(rows_of(rows, i), dtype).tolist() for i in range(len(rows.ends))]
+
+
+def test_each_key_is_cut_as_it_is_declared_and_hidden_states_stay() -> None:
+    payload = taken("cab", contract=KEYS, **outputs())
     assert payload is not None
-    before = (list(payload.request_ids), list(payload.first_rows), list(payload.counts))
-    data = list(payload.keys[HIDDEN].data)
-    kept = [bytes(bytearray(one)) for one in data]
-    hidden.fill_(-1)
-    runner.input_batch.req_ids.clear()
-    runner.input_batch.num_computed_tokens_cpu[:] = 0
-    runner.execute_model_state.scheduler_output.num_scheduled_tokens.clear()
-    assert (payload.request_ids, payload.first_rows, payload.counts) == before
-    assert payload.keys[HIDDEN].data == kept
+    assert payload.places == [0, 1, 2]
+    assert sorted(payload.keys) == ["codes", "prompt", "voice"]
+    assert values(payload.keys["codes"], np.int64) == [[0, 1, 2, 3], [4, 5, 6], [7]]
+    assert values(payload.keys["voice"], np.int16) == [[100], [101], [102]]
+    assert values(payload.keys["prompt"], np.int64) == [[50, 51], [54, 55, 56], []]
+    payload = taken("b", contract=KEYS, **outputs())
+    assert payload is not None
+    assert sorted(payload.keys) == ["codes", "voice"]  # no row of a prompt in the step
+    assert values(payload.keys["voice"], np.int16) == [[102]]
+
+
+def test_where_only_prompts_cross_a_step_behind_them_has_nothing() -> None:
+    contract = ModelContract(
+        model="Prompts", include_hidden=False, outputs={"prompt": Occurrence.PREFILL}
+    )
+    assert taken("b", contract=contract) is None
+    payload = taken("ab", contract=contract, prompt=torch.arange(11))
+    assert payload is not None
+    assert [payload.request_ids[place] for place in payload.places] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"surprise": torch.zeros(11)}, "returned 'surprise', which its omni_outputs does not"),
+        ({"codes": None}, "declares 'codes' and returned NoneType"),
+        ({"codes": [1, 2]}, "declares 'codes' and returned list"),
+        ({"codes": torch.zeros(7)}, r"'codes' of shape \[7\]; one row a token makes 8"),
+        ({"codes": torch.tensor(1)}, r"'codes' of shape \[\]"),
+        ({"voice": torch.zeros(2, 1)}, r"'voice' of shape \[2, 1\]; one row a request makes 3"),
+        ({"prompt": None}, "no 'prompt' for a step whose rows of it are due"),
+        ({"codes": torch.zeros(11, dtype=torch.complex64)}, "'codes' in torch.complex64"),
+    ],
+)
+def test_outputs_that_are_not_what_is_declared_are_an_error_that_names_the_key(
+    given: dict[str, Any], complaint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    payload = taken("ab", contract=KEYS, **{**outputs(), **given})
+    assert payload is not None
+    assert payload.keys == {}
+    assert payload.errors[0] == payload.errors[1]
+    assert re.search(complaint, payload.errors[0])
+    assert "OutputError: Extended" in payload.errors[0]
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+    # Those of a step in which nobody wants any are not looked at.
+    assert taken("", contract=KEYS, **given) is None
+
+
+def test_an_error_while_bringing_them_to_the_host_is_the_original_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks(rows: TakenRows) -> Rows:
+        raise ZeroDivisionError("of the thread")
+
+    monkeypatch.setattr(build_module, "_to_host", breaks)
+    payload = taken("ab")
+    assert payload is not None
+    assert payload.places == [1, 2]
+    assert set(payload.errors) == {0, 1}
+    assert payload.errors[0].startswith("ZeroDivisionError: of the thread (")
+    assert "test_build.py:" in payload.errors[0]
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], ZeroDivisionError)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["inline", "background"])
+@pytest.mark.parametrize("wanted", ["a", "abc"])
+def test_what_the_runner_does_with_its_memory_afterwards_changes_nothing(
+    wanted: str, later: bool
+) -> None:
+    runner = runner_v1(hidden := hidden_states())
+    given, wants = outputs(), {name: PROMPTS[name] for name in wanted}
+    contract = ModelContract(model="All", outputs=KEYS.outputs)
+
+    def made(reuse: bool) -> StepPayload:
+        found = read_executed(runner)
+        assert found is not None
+        one = take(found, given, contract, wants, later=later)
+        assert one is not None
+        if reuse:  # as the next execution does, before a background thread has come to it
+            hidden.fill_(-1)
+            for tensor in given.values():
+                tensor.fill_(-1)
+            given.clear()
+            wants.clear()
+            runner.input_batch.req_ids.clear()
+            runner.input_batch.num_computed_tokens_cpu[:] = 0
+            runner.execute_model_state.scheduler_output.num_scheduled_tokens.clear()
+        return build(one, ["c", "a", "b"])
+
+    before, after = made(reuse=False), made(reuse=True)
+    assert (after.places, after.first_rows, after.counts) == (
+        before.places,
+        before.first_rows,
+        before.counts,
+    )
+    assert sorted(after.keys) == ["codes", "hidden", "prompt", "voice"]
+    for key, rows in before.keys.items():
+        assert after.keys[key].ends == rows.ends
+        assert bytes(after.keys[key].data) == bytes(rows.data)
+        assert rows.data.base is not None  # of a tensor of its own, not of the runner's
+        assert not np.shares_memory(rows.data, hidden.view(torch.uint8).numpy())
 
 
 def test_rows_that_are_strided_or_need_a_gradient_are_taken_as_they_are() -> None:
     wide = torch.arange(44.0).reshape(11, 4).requires_grad_()
-    payload = build_payload(executed(wide[:, ::2]), {"a"})
+    payload = taken("a", wide[:, ::2])
     assert payload is not None
-    assert payload.keys[HIDDEN].data == [wide.detach()[4:7, ::2].contiguous().numpy().tobytes()]
+    expected = wide.detach()[4:7, ::2].contiguous().numpy().tobytes()
+    assert bytes(payload.keys[HIDDEN].data) == expected
 
 
-PAYLOAD = StepPayload(["a"], [0], [1], {HIDDEN: Rows("int8", (1,), [b"1"])})
+def test_large_rows_are_carried_beside_what_vllm_pickles() -> None:
+    payload = taken("abc", torch.zeros(8, 1 << 16))
+    assert payload is not None
+    beside: list[pickle.PickleBuffer] = []
+    assert len(pickle.dumps(payload, 5, buffer_callback=beside.append)) < 2000
+    assert [len(buffer.raw()) for buffer in beside] == [8 * 4 << 16]
+
+
+TAKEN = Taken([0], [0], [1], [1], {HIDDEN: TakenRows(Occurrence.TOKEN, [1], torch.ones(1, 1))})
+
+
+def output_of(name: str) -> ModelRunnerOutput:
+    return ModelRunnerOutput(req_ids=[name], req_id_to_index={name: 0})
+
+
+def test_a_payload_names_its_requests_by_the_very_list_that_vllm_returns() -> None:
+    output = output_of("a")
+    assert with_payload(output, TAKEN) is output
+    assert getattr(output, PAYLOAD_ATTRIBUTE).request_ids is output.req_ids
+    # And still does where it arrives.
+    arrived = pickle.loads(pickle.dumps(output, 5))  # noqa: S301
+    assert getattr(arrived, PAYLOAD_ATTRIBUTE).request_ids is arrived.req_ids
 
 
 def test_an_output_that_comes_later_carries_its_payload_then() -> None:
-    inner = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+    inner = output_of("a")
 
     class Later(AsyncModelRunnerOutput):
         def get_output(self) -> ModelRunnerOutput:
@@ -152,14 +327,14 @@ def test_an_output_that_comes_later_carries_its_payload_then() -> None:
         def get_kv_connector_output(self) -> str:  # as vLLM 0.33 asks for
             return "connector"
 
-    output = with_payload(Later(), PAYLOAD)
+    output = with_payload(Later(), TAKEN)
     assert isinstance(output, PayloadOutput)
     assert not hasattr(inner, PAYLOAD_ATTRIBUTE)
     assert output.get_kv_connector_output() == "connector"
     assert output.get_output() is inner
-    assert getattr(inner, PAYLOAD_ATTRIBUTE) is PAYLOAD
+    assert getattr(inner, PAYLOAD_ATTRIBUTE).request_ids is inner.req_ids
 
 
 def test_the_output_that_all_steps_share_carries_none() -> None:
-    assert with_payload(EMPTY_MODEL_RUNNER_OUTPUT, PAYLOAD) is EMPTY_MODEL_RUNNER_OUTPUT
+    assert with_payload(EMPTY_MODEL_RUNNER_OUTPUT, TAKEN) is EMPTY_MODEL_RUNNER_OUTPUT
     assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, PAYLOAD_ATTRIBUTE)
