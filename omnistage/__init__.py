@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from omnistage.adapters.rows import RequestRows, RowsInput
     from omnistage.config import ARStageConfig, Deadlines, DecoderStageConfig
-    from omnistage.decoders.base import Decoder, Renderer
+    from omnistage.decoders.base import Decoder, Renderer, RowDecoder
     from omnistage.errors import ClientError, OmniStageError, ServerError
     from omnistage.pipeline import Pipeline
     from omnistage.request import (
@@ -73,6 +73,7 @@ _HOMES = {
     "Pipeline": "pipeline",
     "Renderer": "decoders.base",
     "RequestRows": "adapters.rows",
+    "RowDecoder": "decoders.base",
     "RowsInput": "adapters.rows",
     "ServerError": "errors",
     "Stage": "stages.base",
@@ -108,6 +109,7 @@ __all__ = [
     "Pipeline",
     "Renderer",
     "RequestRows",
+    "RowDecoder",
     "RowsInput",
     "ServerError",
     "Speaker",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from omnistage.adapters.input import InputAdapter
     from omnistage.adapters.processor import ChunkProcessor
-    from omnistage.decoders.base import Decoder
+    from omnistage.decoders.base import AnyDecoder
     from omnistage.stages.base import AudioStage
 
 AUDIO = "audio"
@@ -125,7 +125,7 @@ class DecoderStageConfig:
         ConfigError: A name that cannot be one, a batch of none, or no audio that may be unread.
     """
 
-    build: Callable[[], Decoder]
+    build: Callable[[], AnyDecoder]
     chunks: ChunkPolicy = field(default_factory=ChunkPolicy)
     max_batch: int = 32
     deadlines: Deadlines = field(default_factory=Deadlines)

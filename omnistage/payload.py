@@ -164,6 +164,17 @@ def numbers(payload: Payload) -> npt.NDArray[Any]:
     return flat.reshape(payload.shape)
 
 
+def rows_from(payload: Payload, position: int) -> Payload:
+    """A payload's rows from a position on, without a copy; all of them if it begins there."""
+    skipped, count = position - payload.first_row, payload.shape[0]
+    if skipped <= 0:
+        return payload
+    data = memoryview(payload.data).cast("B")
+    size = len(data) // count
+    shape = (count - skipped, *payload.shape[1:])
+    return Payload(payload.dtype, shape, position, data[skipped * size :])
+
+
 def _is_torch(value: object) -> bool:
     return callable(getattr(value, "detach", None)) and str(getattr(value, "dtype", "")).startswith(
         "torch."

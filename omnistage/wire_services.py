@@ -38,7 +38,7 @@ class DecoderInfo(msgspec.Struct, frozen=True, array_like=True):
         publishers: Where it publishes audio.
         sample_rate: Samples a second of that.
         codec: See :class:`ARInfo`.
-        codebooks: Ids a frame that it takes.
+        codebooks: Ids a frame that it takes; 0 for rows, or if nobody has said it.
         max_unread: Seconds of audio that it lets a client leave unread.
 
     Raises:
@@ -72,6 +72,7 @@ class ARInfo(msgspec.Struct, frozen=True, array_like=True):
         codec: Names what its ids are; empty if nobody has said it.
         codebooks: Ids a frame; 0 if nobody has said it.
         inputs: Which of :data:`INPUTS` it reads; an earlier release would run without them.
+        rows: Keys of the tensors that its updates carry; None if nobody has said it.
     """
 
     name: str
@@ -81,6 +82,7 @@ class ARInfo(msgspec.Struct, frozen=True, array_like=True):
     codec: str = ""
     codebooks: int = 0
     inputs: tuple[str, ...] = ()
+    rows: tuple[str, ...] | None = None
 
 
 class Greet(msgspec.Struct, frozen=True, array_like=True, tag="greet"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from omnistage.errors import ConfigError
+from omnistage.payload import rows_from
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -147,25 +148,40 @@ class TokenUpdates:
         """Nothing was held back."""
 
 
-class HiddenStates:
-    """Publishes every sampled id and every row of hidden states as they come.
+class HiddenStates(msgspec.Struct, frozen=True, kw_only=True):
+    """Publishes every sampled id and every row of the model's as they come.
 
     Row p of ``hidden`` is the model's last hidden state at position p, the prompt's positions
     included, [rows, hidden size] in the model's dtype. A request of P prompt ids and N sampled ids
     has P + N - 1 rows: the last id is not computed any more.
+
+    Args:
+        prompt: Whether rows before P - 1, the one that the first id was sampled from, are passed
+            on. A decoder of rows makes audio of every row that it gets.
     """
+
+    prompt: bool = True
 
     requires_token_updates = True
     wants_payload = True
 
-    def open(self, request_id: str, start: Start) -> None:
-        """No state: nothing is ever held back."""
+    def open(self, request_id: str, start: Start) -> list[int]:
+        """The state: the position of the first row that is passed on, once it is known."""
+        return [0] if self.prompt else []
 
-    def update(self, state: None, step: Step) -> Emission:
-        """Every id and row of the step."""
-        return Emission(step.ids, step.tensors)
+    def update(self, state: list[int], step: Step) -> Emission | None:
+        """Every id and row of the step that is to be passed on."""
+        if state or not step.tensors:
+            return Emission(step.ids, step.tensors)
+        if not step.ids:
+            return None
+        # The rows of a step end with the one that its last id was sampled from.
+        end = max(rows.first_row + rows.shape[0] for rows in step.tensors.values())
+        state.append(end - step.position - len(step.ids))
+        tensors = {key: rows_from(rows, state[0]) for key, rows in step.tensors.items()}
+        return Emission(step.ids, tensors)
 
-    def finish(self, state: None, reason: FinishReason) -> None:
+    def finish(self, state: list[int], reason: FinishReason) -> None:
         """Nothing was held back."""
 
 

@@ -12,7 +12,7 @@ from anyio import to_thread
 
 from omnistage.adapters.input import EngineInput, merge
 from omnistage.errors import InvalidRequest, ProtocolError, UpdatesLost, error_of_kind
-from omnistage.payload import Payload, numbers
+from omnistage.payload import Payload, numbers, rows_from
 
 if TYPE_CHECKING:
     from omnistage.request import StageInput, TokenUpdate
@@ -32,10 +32,11 @@ class RequestRows:
         self._key = key
         self._kind: tuple[str, tuple[int, ...]] | None = None  # dtype, shape of a row
         self._pieces: list[bytes] = []
-        self._count = 0
+        self._first: int | None = None
+        self._next = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self._next - (self._first or 0)
 
     def take(self, update: TokenUpdate) -> bool:
         """Take the request's next update.
@@ -59,23 +60,24 @@ class RequestRows:
         return terminal is not None
 
     def joined(self, first: int = 0) -> Payload:
-        """The rows so far from a position on, [rows, ...]; ``first_row`` is that position.
+        """The rows so far, [rows, ...], from a position on.
 
         Raises:
             ProtocolError: There are none.
         """
-        if self._kind is None or not 0 <= first < self._count:
-            raise ProtocolError(f"no row {first} of {self._key!r} came, there are {self._count}")
+        if self._kind is None or first >= self._next:
+            raise ProtocolError(f"no row of {self._key!r} from {first} on came")
         dtype, shape = self._kind
-        data = b"".join(self._pieces)
-        size = len(data) // self._count
-        return Payload(dtype, (self._count - first, *shape), first, data[first * size :])
+        whole = Payload(dtype, (len(self), *shape), self._first or 0, b"".join(self._pieces))
+        return rows_from(whole, first)
 
     def _append(self, rows: Payload, request_id: str) -> None:
         kind = (rows.dtype, rows.shape[1:])
-        if rows.first_row != self._count:
+        if self._first is None:
+            self._first = self._next = rows.first_row  # a processor may leave a prompt's out
+        if rows.first_row != self._next:
             raise UpdatesLost(
-                f"rows of {self._key!r} from {rows.first_row} came where {self._count} was due",
+                f"rows of {self._key!r} from {rows.first_row} came where {self._next} was due",
                 request_id=request_id,
             )
         if kind != (self._kind or kind):
@@ -85,7 +87,7 @@ class RequestRows:
             )
         self._kind = kind
         self._pieces.append(bytes(rows.data))
-        self._count += rows.shape[0]
+        self._next += rows.shape[0]
 
 
 @dataclass(frozen=True, slots=True)

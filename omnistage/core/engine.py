@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_TENSORS: Final[Mapping[str, Payload]] = {}
-
 # vLLM sends its engine SIGKILL this long after SIGTERM; its default of 5 s is what workers may
 # need alone.
 _SHUTDOWN_SECONDS: Final = 15.0
@@ -80,6 +78,7 @@ class Engine:
         self._splits_prefill = bool(config.scheduler_config.enable_chunked_prefill)
         wiring = wiring_of(config)
         self._gives_rows = wiring is not None and bool(wiring.takes_rows)
+        self.row_keys = None if wiring is None else wiring.row_keys  # of its updates' tensors
         self._keeps_prefixes = wiring is not None and wiring.prefix_rows
         self._prompts = Prompts(llm, None if wiring is None else wiring.contract)
         declared = config.model_config.try_get_generation_config().get("eos_token_id")
@@ -95,7 +94,7 @@ class Engine:
         request_id: str,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
-        conditioning: Mapping[str, Payload] = NO_TENSORS,
+        conditioning: Mapping[str, Payload] | None = None,
         consumed: bool = True,
     ) -> Usage:
         """Run one request to its end. Cancelling it needs :meth:`abort` as well.
@@ -110,8 +109,7 @@ class Engine:
             consumed: Whether anybody receives what it emits.
 
         Raises:
-            InvalidRequest: vLLM, or its model, refuses the prompt, the sampling fields or the
-                tensors.
+            InvalidRequest: vLLM, or its model, refuses what was asked.
             EngineDead: The engine died.
             ServerError: vLLM failed the request.
         """
@@ -123,7 +121,7 @@ class Engine:
                 sampling = with_rows(sampling)
         params = self._sampling_params(sampling, extra or None)
         try:
-            tensors, salt = await self._prompts.pack(conditioning)
+            tensors, salt = await self._prompts.pack(conditioning or {})
             if tensors:
                 params.extra_args = {**extra, **tensors}
             prompt = await self._prompts.render(engine_input.prompt, salt)
@@ -139,7 +137,7 @@ class Engine:
         if final is None:
             raise ServerError("vLLM ended the request without output")
         usage = _usage(final)
-        if isinstance(engine_input.prompt, Payload):
+        if isinstance(engine_input.prompt, Payload):  # of which vLLM gives no ids back
             usage = replace(usage, prompt_tokens=engine_input.prompt.shape[0])
         if usage.finish_reason in {FinishReason.ABORT, FinishReason.ERROR}:
             # Said here, not left to a terminal: one that never reached the scheduler has none.

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from omnistage.adapters.processor import ChunkProcessor
+from omnistage.adapters.processor import ChunkProcessor, row_keys
+from omnistage.config import AUDIO
 from omnistage.transport.owner import end_with
 from omnistage.transport.publisher import PublisherConfig
 from omnistage.worker.contract import HIDDEN, ModelContract
@@ -39,6 +40,14 @@ class Wiring(msgspec.Struct, frozen=True, kw_only=True):
     takes_rows: tuple[str, ...] = ()
     contract: ModelContract | None = None
     prefix_rows: bool = False
+
+    @property
+    def row_keys(self) -> frozenset[str]:
+        """The keys of the tensors that its updates carry."""
+        keys: frozenset[str] = frozenset()
+        if self.takes_rows and self.contract is not None:
+            keys = payload_keys(self.contract)
+        return row_keys(self.channels[AUDIO], keys)
 
 
 class WiredConfig(dict[str, Any]):

@@ -60,6 +60,48 @@ class Decoder(Protocol):
 
 
 @runtime_checkable
+class RowDecoder(Protocol):
+    """A decoder that takes rows of floats, such as hidden states, instead of codes.
+
+    All else is as with a :class:`Decoder`; a frame is a row.
+
+    Attributes:
+        rows_key: The key of the tensors of the AR stage's updates that it takes.
+        sample_rate: Samples a second of the audio it makes.
+        hop_length: Samples of audio a row stands for.
+        left_context: Rows before a row that its audio depends on.
+        right_context: Rows after a row that its audio depends on (lookahead).
+        deterministic: Whether equal rows (and seed) give equal audio.
+    """
+
+    rows_key: str
+    sample_rate: int
+    hop_length: int
+    left_context: int
+    right_context: int
+    deterministic: bool
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of one row; an attribute will do."""
+        ...
+
+    def decode(self, windows: Sequence[Rows]) -> Sequence[Rows]:
+        """Decode each window on its own.
+
+        Args:
+            windows: float32, each [rows, ...], rows >= 1, lengths may differ.
+
+        Returns:
+            As :meth:`Decoder.decode`.
+        """
+        ...
+
+
+AnyDecoder = Decoder | RowDecoder
+
+
+@runtime_checkable
 class Renderer(Protocol):
     """The second half of a decoder whose audio depends on the whole past, as a phase does.
 

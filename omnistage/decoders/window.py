@@ -1,4 +1,4 @@
-"""Cuts streams of codec frames into the windows a decoder needs and keeps the audio that is new.
+"""Cuts streams of frames into the windows a decoder needs and keeps the audio that is new.
 
 The one place that knows about overlap, lookahead and the final flush; it knows no request and no
 clock.
@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from omnistage.decoders.base import Decoder, Renderer, Rows
+from omnistage.decoders.base import Renderer, Rows
+from omnistage.decoders.frames import FrameFormat, declared
 from omnistage.errors import ConfigError, DecoderError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from omnistage.request import Codes, Pcm
+    from omnistage.decoders.base import AnyDecoder
+    from omnistage.decoders.frames import Frames
+    from omnistage.request import Pcm
 
 _T = TypeVar("_T")
 _SILENCE: Pcm = np.zeros(0, np.float32)
@@ -28,7 +31,7 @@ _SILENCE: Pcm = np.zeros(0, np.float32)
 class _Piece:
     """What one decode call does for one stream."""
 
-    window: Codes  # [context + fresh + lookahead, codebooks]
+    window: Frames  # [context + fresh + lookahead, ...]
     context: int
     fresh: int
     final: bool
@@ -41,10 +44,11 @@ class WindowedStream:
     one thread while another decodes; a stream is decoded by one thread at a time.
     """
 
-    def __init__(self, decoder: Decoder, seed: int) -> None:
+    def __init__(self, decoder: AnyDecoder, frames: FrameFormat, seed: int) -> None:
         self._decoder = decoder
+        self._format = frames
         self._lock = threading.Lock()
-        self._frames: Codes = np.empty((0, decoder.codebooks), np.int64)  # context, then pending
+        self._frames: Frames = frames.zeros(0)  # context, then pending
         self._context = 0
         self._decoded = 0
         self._samples = 0
@@ -65,31 +69,20 @@ class WindowedStream:
         """Whether no frames will come and all audio has been handed out."""
         return self._flushed and not self._audio
 
-    def push(self, codes: Codes) -> None:
+    def push(self, frames: Frames) -> None:
         """Take the stream's next frames.
 
         Args:
-            codes: Codebook indices, [n, codebooks], n may be 0.
+            frames: Codebook indices, [n, codebooks], or rows, [n, ...]; n may be 0.
 
         Raises:
-            DecoderError: Wrong shape, not integers, an index out of range, or a finished stream.
+            DecoderError: Wrong shape or dtype, an index out of range, or a finished stream.
         """
-        frames = np.asarray(codes)
-        width, size = self._decoder.codebooks, self._decoder.codebook_size
-        if frames.ndim != 2 or frames.shape[1] != width or frames.dtype.kind not in "iu":
-            raise DecoderError(
-                f"{_name(self._decoder)} takes integer frames of shape [n, {width}], "
-                f"got {frames.dtype} {list(frames.shape)}"
-            )
-        if frames.size and not (frames.min() >= 0 and frames.max() < size):
-            raise DecoderError(
-                f"{_name(self._decoder)} takes indices in [0, {size}), "
-                f"got {frames.min()} to {frames.max()}"
-            )
+        checked = self._format.checked(frames)
         with self._lock:
             if self._finished:
                 raise DecoderError("frames arrived after the stream was finished")
-            self._frames = np.concatenate([self._frames, frames.astype(np.int64)])
+            self._frames = np.concatenate([self._frames, checked])
 
     def finish(self) -> None:
         """Say that no more frames will come; doing it twice is harmless."""
@@ -158,17 +151,21 @@ class WindowedDecoder:
     Args:
         decoder: The decoder, perhaps a :class:`Renderer` too.
 
+    Attributes:
+        frames: The format of its frames.
+
     Raises:
         ConfigError: What the decoder declares cannot be.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: AnyDecoder) -> None:
+        self.frames = FrameFormat(decoder)
         _check_declaration(decoder)
         self._decoder = decoder
 
     def open(self, seed: int = 0) -> WindowedStream:
         """A new stream; whatever is random in its audio comes from ``seed``."""
-        return _guard(self._decoder, lambda: WindowedStream(self._decoder, seed))
+        return _guard(self._decoder, lambda: WindowedStream(self._decoder, self.frames, seed))
 
     def decode(self, batch: Sequence[tuple[WindowedStream, int]]) -> list[Pcm]:
         """Decode each stream's next frames, all in one call of the decoder.
@@ -206,11 +203,11 @@ class WindowedDecoder:
             raise errors[0]
         return [stream._take() for stream in streams]
 
-    def decode_clip(self, codes: Codes, seed: int = 0) -> Pcm:
+    def decode_clip(self, frames: Frames, seed: int = 0) -> Pcm:
         """The audio of a whole clip in one window, which is what streaming must equal.
 
         Args:
-            codes: All frames, [frames, codebooks].
+            frames: All of them, codes [frames, codebooks] or rows [frames, ...].
             seed: As in :meth:`open`.
 
         Returns:
@@ -220,9 +217,9 @@ class WindowedDecoder:
             DecoderError: As in :meth:`WindowedStream.push` and :meth:`decode`.
         """
         stream = self.open(seed)
-        stream.push(codes)
+        stream.push(frames)
         stream.finish()
-        return self.decode([(stream, len(codes))])[0]
+        return self.decode([(stream, len(frames))])[0]
 
     def _fresh_rows(self, pieces: list[_Piece]) -> list[Rows]:
         if not pieces:
@@ -247,11 +244,11 @@ class WindowedDecoder:
         return fresh
 
 
-def _name(decoder: Decoder) -> str:
+def _name(decoder: AnyDecoder) -> str:
     return f"decoder {type(decoder).__name__}"
 
 
-def _guard(decoder: Decoder, call: Callable[[], _T]) -> _T:
+def _guard(decoder: AnyDecoder, call: Callable[[], _T]) -> _T:
     try:
         return call()
     except (DecoderError, KeyboardInterrupt):
@@ -265,7 +262,7 @@ def _guard(decoder: Decoder, call: Callable[[], _T]) -> _T:
         raise DecoderError(f"{_name(decoder)} failed: {what[:500]}") from error
 
 
-def _check_array(decoder: Decoder, array: object, ndim: int | None) -> None:
+def _check_array(decoder: AnyDecoder, array: object, ndim: int | None) -> None:
     if not isinstance(array, np.ndarray) or array.dtype != np.float32:
         kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
         raise DecoderError(f"{_name(decoder)} must return float32 numpy arrays, got {kind}")
@@ -275,17 +272,12 @@ def _check_array(decoder: Decoder, array: object, ndim: int | None) -> None:
         raise DecoderError(f"{_name(decoder)} returned samples that are not finite")
 
 
-def _check_declaration(decoder: Decoder) -> None:
-    least = {"sample_rate": 1, "hop_length": 1, "codebooks": 1, "codebook_size": 1}
-    least |= {"left_context": 0, "right_context": 0}
+def _check_declaration(decoder: AnyDecoder) -> None:
+    least = {"sample_rate": 1, "hop_length": 1, "left_context": 0, "right_context": 0}
     if isinstance(decoder, Renderer):
         least["rows_per_frame"] = 1
     for name, low in least.items():
-        value = getattr(decoder, name, None)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ConfigError(
-                f"{_name(decoder)} must declare {name} as an integer >= {low}, got {value!r}"
-            )
+        declared(decoder, name, low)
     if not callable(getattr(decoder, "decode", None)):
         raise ConfigError(f"{_name(decoder)} has no decode method")
     if not isinstance(getattr(decoder, "deterministic", None), bool):

@@ -177,6 +177,7 @@ class ARService:
             loop.call_soon(self._announce)
         elif decoder is None:
             loop.call_soon(self._tell, client)  # behind the welcome
+        rows = getattr(self.stage, "row_keys", None)
         return ARInfo(
             self.name,
             self.stage.model_name,
@@ -185,6 +186,7 @@ class ARService:
             self._codec,
             self._codebooks,
             INPUTS,
+            None if rows is None else tuple(sorted(rows)),
         )
 
     def on_message(self, client: Client, message: ServiceMessage) -> None:

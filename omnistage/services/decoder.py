@@ -390,6 +390,7 @@ class _Upstream:
                 self.subscriber,
                 within=_SECONDS,
                 upstream=welcome.ar.name,
+                rows=welcome.ar.rows,
             )
             self._epoch = welcome.epoch
         link.introduce(Greet(PROTOCOL_VERSION, self.subscriber, self._info))

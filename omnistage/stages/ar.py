@@ -97,6 +97,7 @@ class ARStage:
         self._idle = asyncio.Event()
         self._dead = asyncio.Event()
         self.publishers: list[str] = []
+        self.row_keys: frozenset[str] | None = None  # of its updates' tensors, once it is started
 
     def __len__(self) -> int:
         return len(self._running)
@@ -129,6 +130,7 @@ class ARStage:
             await self.aclose()
             raise
         self.publishers = [hello.data_endpoint for hello in hellos]
+        self.row_keys = engine.row_keys
         for hello in hellos:
             self._watch(hello.pid)
         log.info("stage %s started: %s", self.name, self._config.model)

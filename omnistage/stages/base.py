@@ -131,6 +131,9 @@ class RunningRequest(Protocol):
 class AutoregressiveStage(Stage, Protocol):
     """What a pipeline asks of its AR stage: vLLM's, or a scripted one.
 
+    It may say the keys of the tensors that its updates carry, ``row_keys``, once it is started:
+    a decoder that takes others is refused then.
+
     Attributes:
         model_name: Names the model in metrics.
         publishers: Endpoints of its publishers, known once it is started.

@@ -18,7 +18,7 @@ from omnistage.stages.base import AudioStage
 from omnistage.stages.decoder import DecoderStage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from omnistage.config import DecoderStageConfig
     from omnistage.request import Terminal
@@ -86,9 +86,18 @@ class Branch:
                     stage=self.name,
                 ) from error
 
-    async def subscribe(self, publishers: Sequence[str], *, within: float, upstream: str) -> None:
+    async def subscribe(
+        self,
+        publishers: Sequence[str],
+        *,
+        within: float,
+        upstream: str,
+        rows: Collection[str] | None = None,
+    ) -> None:
         """Subscribe the decoder under its own name; see :meth:`DecoderStage.subscribe`."""
-        await self.decoder.subscribe(publishers, self.name, within=within, upstream=upstream)
+        await self.decoder.subscribe(
+            publishers, self.name, within=within, upstream=upstream, rows=rows
+        )
 
     def open(
         self, request_id: str, sink: PacedSink, *, after: str | None = None, more: bool = False

@@ -11,7 +11,6 @@ import logging
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
 from anyio import CapacityLimiter, to_thread
 
 from omnistage.config import AUDIO
@@ -33,10 +32,10 @@ from omnistage.stages.watch import Watch
 from omnistage.transport.subscriber import Subscriber
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from omnistage.config import DecoderStageConfig
-    from omnistage.decoders.base import Decoder
+    from omnistage.decoders.base import AnyDecoder
     from omnistage.decoders.window import WindowedStream
     from omnistage.stages.base import PacedSink
     from omnistage.transport.endpoints import Endpoints
@@ -84,7 +83,7 @@ class DecoderStage:
         self._upstream = "ar"
         self._batch: asyncio.Future[list[Pcm | DecoderError]] | None = None  # in the thread now
         self._in_hands: set[str] = set()
-        self._decoder: Decoder | None = None
+        self._decoder: AnyDecoder | None = None
         self._windowed: WindowedDecoder | None = None
         self._subscriber: Subscriber | None = None
 
@@ -100,10 +99,10 @@ class DecoderStage:
 
     @property
     def codebooks(self) -> int:
-        """Ids a frame that it takes."""
-        if self._decoder is None:
+        """Ids a frame that it takes; 0 if it takes rows."""
+        if self._windowed is None:
             raise StageClosed("the stage is not started", stage=self.name)
-        return self._decoder.codebooks
+        return self._windowed.frames.width
 
     async def start(self) -> None:
         """Build the decoder and decode a window of zeros, so that the first request is warm.
@@ -121,7 +120,13 @@ class DecoderStage:
             ) from error
 
     async def subscribe(
-        self, publishers: Sequence[str], subscriber: str, *, within: float, upstream: str = "ar"
+        self,
+        publishers: Sequence[str],
+        subscriber: str,
+        *,
+        within: float,
+        upstream: str = "ar",
+        rows: Collection[str] | None = None,
     ) -> None:
         """Subscribe the channel at an AR stage's publishers, and no longer at a former one's.
 
@@ -130,10 +135,14 @@ class DecoderStage:
             subscriber: This stage's id among the channel's subscribers.
             within: Seconds to wait for the confirmations.
             upstream: Name of that AR stage, for errors.
+            rows: Keys of the tensors that its updates carry, if that is known.
 
         Raises:
+            ConfigError: The decoder takes rows, and not of these.
             StartupError: Not all publishers have confirmed in time.
         """
+        if self._windowed is not None:
+            self._windowed.frames.check_given(rows, upstream)
         self._upstream = upstream
         if self._subscriber is not None:
             self._subscriber.close()
@@ -219,7 +228,7 @@ class DecoderStage:
             self.late_updates += 1
             return
         try:
-            self._take(request, update)
+            self._take(request, update, buffers)
         except OmniStageError as error:
             # Without its traceback, which would keep the request's state as long as it is kept.
             self._fail(request, error.with_traceback(None))
@@ -233,7 +242,7 @@ class DecoderStage:
         decoder = self._config.build()
         windowed = WindowedDecoder(decoder)
         frames = decoder.left_context + 1 + decoder.right_context
-        windowed.decode_clip(np.zeros((frames, decoder.codebooks), np.int64))
+        windowed.decode_clip(windowed.frames.zeros(frames))
         self._decoder, self._windowed = decoder, windowed
 
     def _is_of_a_former_life(self, request: Decoding, update: Update) -> bool:
@@ -241,23 +250,21 @@ class DecoderStage:
             return update.start is None and self._gone.get(request.request_id) == update.generation
         return update.generation != request.generation
 
-    def _take(self, request: Decoding, update: Update) -> None:
+    def _take(self, request: Decoding, update: Update, buffers: Sequence[Buffer]) -> None:
         if update.start is not None:
             self._begin(request, update.start)
             request.generation = update.generation
-        if request.stream is None or self._decoder is None:
+        if request.stream is None or self._windowed is None:
             raise ProtocolError("data came before the request's start record")
         if update.position != request.position:
             raise UpdatesLost(
                 f"ids from {update.position} came where {request.position} was due",
             )
-        if update.ids:
-            width = self._decoder.codebooks
-            if len(update.ids) % width:
-                raise ProtocolError(f"{len(update.ids)} ids are no whole frames of {width}")
-            request.position += len(update.ids)
-            request.stream.push(np.array(update.ids, np.int64).reshape(-1, width))
-            request.wanted -= len(update.ids) // width
+        request.position += len(update.ids)
+        frames = request.frames(self._windowed.frames, update, buffers)
+        if len(frames):
+            request.stream.push(frames)
+            request.wanted -= len(frames)
         if update.terminal is not None:
             if update.terminal.error is not None:
                 error = error_of_kind(update.terminal.kind, update.terminal.error)

@@ -117,6 +117,7 @@ class Route:
         """Start every stage and have the decoders subscribe.
 
         Raises:
+            ConfigError: A decoder takes rows that the AR stage does not give.
             StartupError: One did not come up.
         """
         # The engine first: it may be forked, and a decoder starts torch's threads.
@@ -124,7 +125,10 @@ class Route:
         for branch in self.branches:
             await branch.start()
             await branch.subscribe(
-                self.ar.publishers, within=_SUBSCRIBE_SECONDS, upstream=self.ar.name
+                self.ar.publishers,
+                within=_SUBSCRIBE_SECONDS,
+                upstream=self.ar.name,
+                rows=getattr(self.ar, "row_keys", None),
             )
 
 

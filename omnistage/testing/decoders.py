@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from omnistage.decoders.base import Decoder
+from omnistage.decoders.base import AnyDecoder, Decoder, RowDecoder
+from omnistage.decoders.frames import FrameFormat
 from omnistage.decoders.window import WindowedDecoder
 from omnistage.testing.checks import contract
 
 if TYPE_CHECKING:
-    from omnistage.request import Codes, Pcm
+    from omnistage.decoders.frames import Frames
+    from omnistage.request import Pcm
 
-Make = Callable[[], Decoder]
+Make = Callable[[], AnyDecoder]
 
 _TOLERANCE: Final = 1e-4
 _FRAMES: Final = 60
@@ -23,8 +25,11 @@ _FRAMES: Final = 60
 def declares_itself(make: Make) -> None:
     """Sizes are positive whole numbers, contexts are not negative, ``decode`` is there."""
     decoder = make()
-    assert isinstance(decoder, Decoder), "an attribute or decode() of the protocol is missing"
-    for name in ("sample_rate", "hop_length", "codebooks", "codebook_size"):
+    takes_rows = bool(getattr(decoder, "rows_key", ""))
+    kind = RowDecoder if takes_rows else Decoder
+    assert isinstance(decoder, kind), "an attribute or decode() of the protocol is missing"
+    sizes = [] if takes_rows else ["codebooks", "codebook_size"]
+    for name in ("sample_rate", "hop_length", *sizes):
         value = getattr(decoder, name)
         assert type(value) is int, f"{name} must be an int, got {value!r}"
         assert value >= 1, f"{name} must be positive, got {value}"
@@ -36,8 +41,10 @@ def declares_itself(make: Make) -> None:
 
 
 def accepts_every_index(make: Make) -> None:
-    """The smallest and the largest index decode to finite samples."""
+    """The smallest and the largest index decode to finite samples; rows have none."""
     decoder = make()
+    if isinstance(decoder, RowDecoder):
+        return
     for index in (0, decoder.codebook_size - 1):
         codes = np.full((_FRAMES, decoder.codebooks), index, np.int64)
         pcm = WindowedDecoder(decoder).decode_clip(codes)
@@ -47,7 +54,7 @@ def accepts_every_index(make: Make) -> None:
 def decodes_a_single_frame(make: Make) -> None:
     """A clip of one frame has audio of one frame: no context is there at either end."""
     decoder = make()
-    pcm = WindowedDecoder(decoder).decode_clip(_codes(decoder, 1))
+    pcm = WindowedDecoder(decoder).decode_clip(_frames(decoder, 1))
     expected = decoder.hop_length
     assert len(pcm) == expected, f"one frame gave {len(pcm)} samples, hop_length is {expected}"
 
@@ -57,7 +64,7 @@ def ignores_its_batch_mates(make: Make) -> None:
     decoder = make()
     if not _repeats_itself(decoder):
         return
-    windows = [_codes(decoder, frames, seed=frames) for frames in _lengths(decoder)]
+    windows = [_frames(decoder, frames, seed=frames) for frames in _lengths(decoder)]
     together = decoder.decode(windows)
     for window, pcm in zip(windows, together, strict=True):
         alone = decoder.decode([window])[0]
@@ -69,16 +76,16 @@ def keeps_nothing_between_calls(make: Make) -> None:
     decoder = make()
     if not _repeats_itself(decoder):
         return
-    window = _codes(decoder, _lengths(decoder)[-1])
+    window = _frames(decoder, _lengths(decoder)[-1])
     before = decoder.decode([window])[0].copy()
-    decoder.decode([_codes(decoder, n, seed=99) for n in _lengths(decoder)])
+    decoder.decode([_frames(decoder, n, seed=99) for n in _lengths(decoder)])
     _same(decoder.decode([window])[0], before, "a second decode of a window gave other audio")
 
 
 def leaves_its_input_alone(make: Make) -> None:
     """Windows are views of a stream's frames: writing into one changes what comes later."""
     decoder = make()
-    window = _codes(decoder, _FRAMES)
+    window = _frames(decoder, _FRAMES)
     before = window.copy()
     decoder.decode([window])
     assert np.array_equal(window, before), "decode() changed the window that it was given"
@@ -90,7 +97,7 @@ def sounds_the_same_in_any_chunks(make: Make) -> None:
     if not _repeats_itself(decoder):
         return
     windowed = WindowedDecoder(decoder)
-    codes = _codes(decoder, _FRAMES)
+    codes = _frames(decoder, _FRAMES)
     whole = windowed.decode_clip(codes, seed=3)
     for size in (1, 7, 25, _FRAMES):
         _same(_chunked(windowed, codes, size), whole, f"chunks of {size} frames sound otherwise")
@@ -105,7 +112,7 @@ DECODER_CONTRACT: Final = contract(
     leaves_its_input_alone,
     sounds_the_same_in_any_chunks,
 )
-"""Checks of a :class:`~omnistage.Decoder`, a :class:`~omnistage.Renderer` included.
+"""Checks of a :class:`~omnistage.Decoder` or a :class:`~omnistage.RowDecoder`, renderers included.
 
 Each takes what makes the decoder. Those that compare audio allow 1e-4. Of a decoder that says it is
 not deterministic they compare it only where two decodes of one clip and seed agree; where they do
@@ -113,25 +120,28 @@ not, its context is not checked.
 """
 
 
-def _repeats_itself(decoder: Decoder) -> bool:
+def _repeats_itself(decoder: AnyDecoder) -> bool:
     if decoder.deterministic:
         return True
-    windowed, codes = WindowedDecoder(decoder), _codes(decoder, _FRAMES)
+    windowed, codes = WindowedDecoder(decoder), _frames(decoder, _FRAMES)
     first, second = (windowed.decode_clip(codes, seed=3) for _ in range(2))
     return first.shape == second.shape and bool(np.allclose(first, second, atol=_TOLERANCE))
 
 
-def _codes(decoder: Decoder, frames: int, *, seed: int = 0) -> Codes:
+def _frames(decoder: AnyDecoder, frames: int, *, seed: int = 0) -> Frames:
     random = np.random.default_rng(seed)
-    return random.integers(0, decoder.codebook_size, (frames, decoder.codebooks))
+    shape = FrameFormat(decoder).zeros(frames).shape
+    if isinstance(decoder, RowDecoder):
+        return random.standard_normal(shape, np.float32)
+    return random.integers(0, decoder.codebook_size, shape)
 
 
-def _lengths(decoder: Decoder) -> list[int]:
+def _lengths(decoder: AnyDecoder) -> list[int]:
     context = decoder.left_context + decoder.right_context
     return [context + 1, context + 4, context + 31]
 
 
-def _chunked(windowed: WindowedDecoder, codes: Codes, size: int) -> Pcm:
+def _chunked(windowed: WindowedDecoder, codes: Frames, size: int) -> Pcm:
     stream = windowed.open(3)
     pieces: list[Pcm] = []
     for start in range(0, len(codes), size):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from anyio import to_thread
 
-from omnistage.adapters.processor import TokenUpdates
+from omnistage.adapters.processor import TokenUpdates, row_keys
 from omnistage.config import AUDIO
 from omnistage.core.events import Ending, Event, Record, Refusal, StepEvents
 from omnistage.core.output_adapter import OutputAdapter
@@ -148,6 +148,7 @@ class ScriptedARStage:
         self._bind = check_bind(bind, keys)
         self._keys = keys
         self.publishers: list[str] = []
+        self.row_keys = row_keys(processor, ())
         self._script = script
         self._endpoints = endpoints
         self._processor = processor

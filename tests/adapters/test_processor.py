@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from omnistage.adapters.processor import (
     ChunkProcessor,
     CodecFrames,
+    Emission,
     HiddenStates,
     Step,
     TokenUpdates,
@@ -85,9 +88,42 @@ def test_the_shipped_processors_keep_the_protocol() -> None:
     assert isinstance(CodecFrames(first_id=0, codebook_size=1), ChunkProcessor)
 
 
-def test_hidden_states_pass_a_steps_ids_and_rows_on_as_they_are() -> None:
-    processor = HiddenStates()
-    rows = {"hidden": Payload("float32", (2, 3), 7, bytes(24))}
-    emission = processor.update(None, Step((4, 5), 2, rows))
-    assert (emission.ids, emission.tensors, emission.dropped) == ((4, 5), rows, 0)
-    assert processor.requires_token_updates
+class TestHiddenStates:
+    rows = np.arange(24, dtype=np.float32).reshape(8, 3)
+
+    def payload(self, first: int, end: int) -> Payload:
+        data = memoryview(self.rows[first:end].tobytes())
+        return Payload("float32", (end - first, 3), first, data)
+
+    @pytest.mark.parametrize("cuts", [(4,), (1, 4), (3, 4), (1, 2, 3, 4)], ids=str)
+    def test_without_its_prompt_a_request_has_the_rows_of_its_ids(self, cuts: Any) -> None:
+        """A prompt of four, in one step or several; then an id a step, or three."""
+        for steps in (((5,), (6,), (7,), (8,)), ((5,), (6, 7, 8))):
+            processor = HiddenStates(prompt=False)
+            state = processor.open("r", Start())
+            made, at, sampled = [], 0, 0
+            for cut in cuts:
+                ids: tuple[int, ...] = steps[0] if cut == 4 else ()
+                made.append(processor.update(state, Step(ids, 0, {"h": self.payload(at, cut)})))
+                at, sampled = cut, len(ids)
+            for ids in steps[1:]:
+                tensors = {"h": self.payload(at, at + len(ids))}
+                made.append(processor.update(state, Step(ids, sampled, tensors)))
+                at, sampled = at + len(ids), sampled + len(ids)
+            given = [one for one in made if one is not None]
+            assert [i for one in given for i in one.ids] == [5, 6, 7, 8]
+            assert [one.tensors["h"].first_row for one in given] == [3, *range(4, 7, len(steps[1]))]
+            raw = b"".join(one.tensors["h"].data for one in given)
+            assert raw == self.rows[3:7].tobytes()
+
+    def test_with_its_prompt_every_step_is_passed_on_as_it_is(self) -> None:
+        processor = HiddenStates()
+        state = processor.open("r", Start())
+        step = Step((), 0, {"h": self.payload(0, 2)})
+        assert processor.update(state, step) == Emission((), step.tensors)
+        assert processor.requires_token_updates
+
+    def test_ids_without_rows_are_passed_on(self) -> None:
+        processor = HiddenStates(prompt=False)
+        state = processor.open("r", Start())
+        assert processor.update(state, Step((5,), 0, {})) == Emission((5,))

@@ -33,20 +33,21 @@ def payload(rows: np.ndarray, first: int = 0) -> Payload:
     return Payload(str(rows.dtype), rows.shape, first, memoryview(rows.tobytes()))
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 40))
-def test_rows_are_joined_however_they_came(sizes: list[int], first: int) -> None:
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 40), st.integers(0, 9))
+def test_rows_are_joined_however_they_came(sizes: list[int], first: int, begin: int) -> None:
     rows = np.arange(sum(sizes) * 3, dtype=np.float32).reshape(-1, 3)
     taken, at = RequestRows(), 0
     for size in sizes:
-        assert not taken.take(update(hidden=payload(rows[at : at + size], at)))
+        assert not taken.take(update(hidden=payload(rows[at : at + size], begin + at)))
         at += size
     assert taken.take(update(Terminal(FinishReason.STOP)))
     assert len(taken) == len(rows)
-    if first < len(rows):
-        joined = taken.joined(first)
-        assert joined == Payload("float32", (len(rows) - first, 3), first, rows[first:].tobytes())
+    if first < begin + len(rows):
+        left = rows[max(first - begin, 0) :]
+        expected = Payload("float32", left.shape, max(first, begin), left.tobytes())
+        assert taken.joined(first) == expected
     else:
-        with pytest.raises(ProtocolError, match=f"no row {first}"):
+        with pytest.raises(ProtocolError, match=f"no row of 'hidden' from {first} on"):
             taken.joined(first)
 
 
@@ -64,7 +65,7 @@ def test_a_gap_another_kind_and_an_error_are_refused() -> None:
     with pytest.raises(EngineDead, match="why") as raised:
         taken.take(update(Terminal(FinishReason.ERROR, 0, 0, "why", "EngineDead")))
     assert raised.value.request_id == "r"
-    with pytest.raises(ProtocolError, match="no row 0 of 'hidden' came"):
+    with pytest.raises(ProtocolError, match="no row of 'hidden' from 0 on"):
         RequestRows().joined()
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from omnistage.decoders.base import Decoder, Rows
+    from omnistage.decoders.frames import Frames
     from omnistage.decoders.window import WindowedDecoder, WindowedStream
     from omnistage.request import Codes, Pcm
 
@@ -51,6 +52,34 @@ class Mixer:
         mixed = sum(
             weight * padded[at : at + len(window)] for at, weight in enumerate(self._weights)
         )
+        return np.asarray(mixed, np.float32).reshape(-1)
+
+
+class RowMixer:
+    """As a :class:`Mixer`, of rows: each frame's samples are a weighted sum of rows around it."""
+
+    sample_rate = 8000
+    deterministic = True
+    rows_key = "hidden"
+    row_shape = (3, 2)
+    hop_length = 6
+
+    def __init__(self, *, left: int = 3, right: int = 2) -> None:
+        self.left_context = left
+        self.right_context = right
+        self.windows: list[int] = []
+        self.dtypes: set[np.dtype] = set()
+
+    def decode(self, windows: Sequence[Rows]) -> list[Rows]:
+        self.windows += [len(window) for window in windows]
+        self.dtypes |= {window.dtype for window in windows}
+        return [self._mix(window) for window in windows]
+
+    def _mix(self, window: Rows) -> Rows:
+        flat = window.reshape(len(window), -1) / 50
+        padded = np.pad(flat, ((self.left_context, self.right_context), (0, 0)))
+        reach = self.left_context + 1 + self.right_context
+        mixed = sum(padded[at : at + len(window)] / (at + 1) for at in range(reach))
         return np.asarray(mixed, np.float32).reshape(-1)
 
 
@@ -100,6 +129,12 @@ class Oscillator:
         return (0.5 * np.sin(phases) + noise).astype(np.float32)
 
 
+def random_rows(decoder: RowMixer, frames: int, seed: int = 0) -> Rows:
+    """Rows of small numbers."""
+    shape = (frames, *decoder.row_shape)
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
 def random_codes(decoder: Decoder, frames: int, seed: int = 0) -> Codes:
     """Frames that use every index of the decoder's codebooks."""
     rng = np.random.default_rng(seed)
@@ -110,7 +145,7 @@ def random_codes(decoder: Decoder, frames: int, seed: int = 0) -> Codes:
 class Clip:
     """A clip on its way through a stream."""
 
-    codes: Codes
+    codes: Frames
     stream: WindowedStream
     pieces: list[Pcm] = field(default_factory=list)
     pushed: int = 0
@@ -131,7 +166,7 @@ class Clip:
 
 
 def stream_together(
-    windowed: WindowedDecoder, clips: Sequence[Codes], draw: Iterator[int], most: int
+    windowed: WindowedDecoder, clips: Sequence[Frames], draw: Iterator[int], most: int
 ) -> list[Pcm]:
     """Stream clips side by side; ``draw`` decides how much is pushed and decoded, and when.
 

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from omnistage.decoders.window import WindowedDecoder
 from omnistage.errors import ConfigError, DecoderError
-from tests.decoders.factories import Mixer, Oscillation, Oscillator, random_codes, stream_together
+from tests.decoders.factories import (
+    Mixer,
+    Oscillation,
+    Oscillator,
+    RowMixer,
+    random_codes,
+    random_rows,
+    stream_together,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,6 +55,26 @@ class TestAnyChunkingEqualsTheWholeClip:
         decoder.windows.clear()
         audio = stream_together(windowed, clips, endless(seed), most)
         assert all(length <= left + most + right for length in decoder.windows)
+        for pcm, clip in zip(audio, clips, strict=True):
+            np.testing.assert_allclose(pcm, windowed.decode_clip(clip), atol=1e-6)
+            assert len(pcm) == len(clip) * decoder.hop_length
+
+    @settings(deadline=None, max_examples=80)
+    @given(
+        lengths=lengths,
+        left=st.integers(0, 5),
+        right=st.integers(0, 5),
+        most=st.integers(1, 12),
+        seed=st.integers(0, 10**6),
+    )
+    def test_of_rows(self, lengths: list[int], left: int, right: int, most: int, seed: int) -> None:
+        decoder = RowMixer(left=left, right=right)
+        windowed = WindowedDecoder(decoder)
+        clips = [random_rows(decoder, length, seed) for length in lengths]
+        decoder.windows.clear()
+        audio = stream_together(windowed, clips, endless(seed), most)
+        assert all(length <= left + most + right for length in decoder.windows)
+        assert decoder.dtypes <= {np.dtype(np.float32)}
         for pcm, clip in zip(audio, clips, strict=True):
             np.testing.assert_allclose(pcm, windowed.decode_clip(clip), atol=1e-6)
             assert len(pcm) == len(clip) * decoder.hop_length
@@ -232,6 +260,23 @@ class TestHostileFrames:
             stream.push(codes)
         assert stream.pending == 2
 
+    @pytest.mark.parametrize(
+        "rows",
+        [
+            np.zeros((3, 3), np.float32),
+            np.zeros((3, 2, 3), np.float32),
+            np.zeros((), np.float32),
+            np.zeros((3, 3, 2), np.int64),
+            np.zeros((3, 3, 2), bool),
+            np.zeros((3, 3, 2), np.complex64),
+        ],
+    )
+    def test_so_are_rows_of_another_shape_or_kind(self, rows: Any) -> None:
+        stream = WindowedDecoder(RowMixer()).open()
+        with pytest.raises(DecoderError, match=r"RowMixer takes float rows of shape \[n, 3, 2\]"):
+            stream.push(rows)
+        assert stream.pending == 0
+
     def test_after_the_end_are_refused(self) -> None:
         stream = WindowedDecoder(Mixer()).open()
         stream.finish()
@@ -344,6 +389,22 @@ class TestDeclarations:
     )
     def test_that_cannot_be_are_refused_by_name(self, name: str, value: Any) -> None:
         decoder = Mixer()
+        setattr(decoder, name, value)
+        with pytest.raises(ConfigError, match=name):
+            WindowedDecoder(decoder)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("rows_key", 5),
+            ("row_shape", [2]),
+            ("row_shape", (0,)),
+            ("row_shape", None),
+            ("hop_length", 0),
+        ],
+    )
+    def test_of_rows_are_refused_likewise(self, name: str, value: Any) -> None:
+        decoder = RowMixer()
         setattr(decoder, name, value)
         with pytest.raises(ConfigError, match=name):
             WindowedDecoder(decoder)

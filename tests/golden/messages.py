@@ -106,7 +106,9 @@ MESSAGES: Final[dict[str, Message]] = {
     "welcome-ar-inputs": services.Welcome(
         1,
         EPOCH,
-        services.ARInfo("ar", "talker", ("ipc:///a",), "audio", inputs=services.INPUTS),
+        services.ARInfo(
+            "ar", "talker", ("ipc:///a",), "audio", inputs=services.INPUTS, rows=("hidden",)
+        ),
     ),
     "submit-tensors": services.Submit(
         1,

@@ -24,6 +24,7 @@ from omnistage.models.talker.preset import TALKER, TalkerFrames, TalkerInput
 from omnistage.request import AudioChunk, Codes, FinishReason, Pcm, StageInput, Terminal
 from omnistage.stages.base import AudioSink
 from omnistage.testing import FakeDecoder
+from tests.decoders.factories import RowMixer
 
 Check = Callable[[Callable[[], Any]], None]
 
@@ -67,7 +68,7 @@ def resampler() -> Resampler:
     return Resampler(8000)
 
 
-@cases(testing.DECODER_CONTRACT, FakeDecoder, many_codebooks, Tones, talker)
+@cases(testing.DECODER_CONTRACT, FakeDecoder, many_codebooks, Tones, RowMixer, talker)
 def test_our_decoders_keep_theirs(check: Check, make: Any) -> None:
     check(make)
 
