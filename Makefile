@@ -7,7 +7,7 @@ ROUNDS ?= 20
 TOKENS ?= 128
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types contract cases bench soak faults talker talker-eval check clean
+.PHONY: help setup demo test lint types contract modes cases bench soak faults talker talker-eval check clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s%s\n", $$1, $$2}' Makefile
@@ -31,6 +31,9 @@ types: setup ## mypy, strict, on the package, the tests and the tools
 
 contract: setup ## vLLM's own scheduler tests, with its schedulers and with ours
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.contract
+
+modes: setup ## the ways of running vLLM, proven one by one; writes docs/modes.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.modes
 
 cases: setup ## the public failure cases and the tests that hold them; fails on a gap
 	@$(BIN)/python -m tools.cases

@@ -31,6 +31,9 @@ def make_llm(config: ARStageConfig, scheduling: str, executor: str, **changes: A
         vllm_config.scheduler_config.async_scheduling = scheduling == "async"
         omnistage.attach(vllm_config, config)
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+        # vLLM's ngram proposer is numba's, whose default threads hang in a forked worker.
+        patch.setenv("NUMBA_THREADING_LAYER", "workqueue")
+        patch.setenv("NUMBA_NUM_THREADS", "1")
         return AsyncLLM.from_vllm_config(vllm_config)
 
 

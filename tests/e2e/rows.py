@@ -15,14 +15,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 from vllm.v1.engine.core import EngineCore
 
-import omnistage
 from omnistage import ARStageConfig, Pipeline, subscribe
 from omnistage.request import Payload, TokenUpdate
 from omnistage.worker import mixin
 from omnistage.worker.build import build, take
+from tests.e2e import engines
 from tests.e2e.conftest import CHECKPOINT, wait_until_idle
 from tests.e2e.inside import llm_of, report
 from tests.e2e.test_cramped import CRAMPED
@@ -30,7 +29,6 @@ from tests.omni_models import connector
 
 SIZE = 256
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-WAYS = {f"{s}-{e}": (s, e) for s in ("sync", "async") for e in ("uni", "mp")}
 
 
 class Workers(NamedTuple):
@@ -104,22 +102,8 @@ async def worker_of(pipeline: Pipeline) -> Workers:
 
 
 def make_llm(config: ARStageConfig, scheduling: str, executor: str, **changes: Any) -> Any:
-    """An engine attached to a stage; vLLM's CPU platform offers neither way by itself."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    with pytest.MonkeyPatch.context() as patch:
-        if executor == "uni":
-            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        args = {**CRAMPED, "distributed_executor_backend": executor, **changes}
-        vllm_config = AsyncEngineArgs(model=config.model, **args).create_engine_config()
-        vllm_config.scheduler_config.async_scheduling = scheduling == "async"
-        omnistage.attach(vllm_config, config)
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-        # vLLM's ngram proposer is numba's, whose default threads hang in a forked worker.
-        patch.setenv("NUMBA_THREADING_LAYER", "workqueue")
-        patch.setenv("NUMBA_NUM_THREADS", "1")
-        return AsyncLLM.from_vllm_config(vllm_config)
+    """An engine attached to a stage, with blocks for two and a half requests."""
+    return engines.make_llm(config, scheduling, executor, **{**CRAMPED, **changes})
 
 
 class Reader:

@@ -65,6 +65,7 @@ def request(i: int, tokens: int = 45) -> tuple[list[int], dict[str, Any]]:
     return prompt, {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
 
 
+@pytest.mark.mode("preemption and resume", "")
 async def test_preempted_requests_give_every_id_once(cramped: Pipeline) -> None:
     from prometheus_client import REGISTRY
 

@@ -28,6 +28,7 @@ async def pipeline() -> AsyncIterator[Pipeline]:
         yield running
 
 
+@pytest.mark.mode("data parallelism", "two engine cores")
 async def test_every_core_publishes_and_each_request_is_whole(pipeline: Pipeline) -> None:
     assert len(set(pipeline.endpoints)) == 2
     together = await asyncio.gather(*(pipeline.submit(t, seed=1).collect() for t in TEXTS))

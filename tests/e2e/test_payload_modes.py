@@ -61,6 +61,10 @@ def numbers(reader: Reader, request_id: str, key: str) -> list[tuple[int, list[l
 
 
 # vLLM's ngram proposer, in the engine, which is forked with the filters of this test.
+@pytest.mark.mode(
+    "speculative decoding",
+    "ids and rows; ngram, and a draft model also under asynchronous scheduling",
+)
 @pytest.mark.filterwarnings("ignore:(?s).*type 'reflected list' found")
 @pytest.mark.parametrize(
     ("scheduling", "executor", "method"),
@@ -105,6 +109,7 @@ async def test_an_engine_that_cannot_give_rows_does_not_start(
     assert not list(tmp_path.glob("omni-*"))
 
 
+@pytest.mark.mode("structured output", "ids and rows")
 @pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated")  # how vLLM calls xgrammar
 @TWO
 async def test_rows_of_structured_output_are_those_of_the_ids(
@@ -237,6 +242,7 @@ async def test_outputs_that_are_not_what_is_declared_fail_their_step_alone(
         await check_nothing_left(pipeline)
 
 
+@pytest.mark.mode("prefix cache", "")
 @TWO
 async def test_rows_of_cached_prefixes_are_those_that_were_computed(
     scheduling: str, executor: str, models: Path
@@ -362,6 +368,8 @@ async def test_hidden_states_that_are_kept_leave_the_stock_worker_and_the_ids() 
         llm.shutdown()
 
 
+@pytest.mark.mode("tensor parallelism", "two ranks; ids and rows")
+@pytest.mark.mode("KV connector", "`kv_producer` where rows are wanted")
 @TWO_OF_MP
 async def test_of_two_tensor_parallel_ranks_one_gives_each_row_once(
     scheduling: str, executor: str, models: Path, monkeypatch: pytest.MonkeyPatch
@@ -398,6 +406,7 @@ async def test_of_two_tensor_parallel_ranks_one_gives_each_row_once(
         await check_nothing_left(pipeline)
 
 
+@pytest.mark.mode("pipeline parallelism", "two ranks; ids and rows")
 @pytest.mark.parametrize("name", ["OmniRows", "Talker"])
 async def test_the_last_pipeline_stage_gives_each_row_once(
     name: str, models: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,9 +13,9 @@ import pytest_asyncio
 from omnistage import ARStageConfig, HiddenStates, Pipeline
 from omnistage.errors import InvalidRequest
 from tests.e2e.conftest import PROMPT, generate
+from tests.e2e.engines import WAYS
 from tests.e2e.rows import (
     GREEDY,
-    WAYS,
     Reader,
     check,
     check_nothing_left,
@@ -54,6 +54,12 @@ async def reader(rows: Pipeline) -> AsyncIterator[Reader]:
         yield taken
 
 
+@pytest.mark.mode(
+    "synchronous and asynchronous scheduling",
+    "ids and rows; forced on CPU, where vLLM turns the second off",
+)
+@pytest.mark.mode("uniprocess and multiprocess executor", "ids and rows")
+@pytest.mark.mode("chunked prefill", "ids and rows")
 async def test_every_row_comes_once_and_is_what_the_ids_were_sampled_from(
     rows: Pipeline, reader: Reader
 ) -> None:
@@ -66,6 +72,7 @@ async def test_every_row_comes_once_and_is_what_the_ids_were_sampled_from(
     await check_nothing_left(rows)
 
 
+@pytest.mark.mode("preemption and resume", "ids and rows, each once")
 async def test_preempted_requests_give_every_row_once(rows: Pipeline, reader: Reader) -> None:
     from prometheus_client import REGISTRY
 
@@ -85,6 +92,7 @@ async def test_preempted_requests_give_every_row_once(rows: Pipeline, reader: Re
     await check_nothing_left(rows)
 
 
+@pytest.mark.mode("prefix cache", "rows: passed over, or served with `prefix_rows=True`")
 async def test_a_prompt_that_the_cache_has_is_computed_again_for_its_rows(
     rows: Pipeline, reader: Reader
 ) -> None:
@@ -99,6 +107,7 @@ async def test_a_prompt_that_the_cache_has_is_computed_again_for_its_rows(
     assert refused.value.parameter == "skip_reading_prefix_cache"
 
 
+@pytest.mark.mode("abort at any point", "ids and rows")
 async def test_an_abort_amid_a_crowd_costs_nobody_a_row(rows: Pipeline, reader: Reader) -> None:
     streams = [
         rows.submit(prompt(i, 60), sampling={**GREEDY, "max_tokens": 150}, subscribers=["rows"])

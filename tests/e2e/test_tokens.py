@@ -19,6 +19,7 @@ def prompts(count: int) -> list[list[int]]:
     return [[1, 4, *(68 + (i * 7 + k) % 100 for k in range(1 + 3 * i)), 3] for i in range(count)]
 
 
+@pytest.mark.mode("start method `fork`", "")
 @pytest.mark.parametrize(
     "sampling",
     [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}],
