@@ -1,6 +1,8 @@
-"""Runs vLLM's own scheduler tests with its schedulers and with ours, and compares test by test.
+"""What keeps "vLLM owns base scheduling" true, and tells when a new vLLM comes whether it still is.
 
-Ours run twice: idle, and with a channel, a processor and metadata on each request.
+vLLM's own scheduler tests run with its schedulers and with ours, test by test: ours twice, idle,
+and with a channel, a processor and metadata on each request. Random schedules run through both in
+lock-step. Every name of vLLM's that is used is looked at, and the ways of running it are listed.
 """
 
 from __future__ import annotations
@@ -8,11 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from tools.modes import PAGE
 from tools.upstream import ContractError, fetch, hub, image_support
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,7 +74,57 @@ def main() -> int:
     except (ContractError, subprocess.TimeoutExpired) as error:
         print(f"contract: {error}", file=sys.stderr)
         return 1
-    return report(runs)
+    failed = report(runs)
+    failed |= differential(long=arguments.long)
+    print("contract: the names of vLLM's that are overridden, called or read", flush=True)
+    failed |= subprocess.run(
+        [sys.executable, "-m", "tools.watch"], cwd=ROOT, check=False
+    ).returncode
+    failed |= modes(long=arguments.long)
+    return failed
+
+
+def differential(*, long: bool) -> int:
+    """Runs both schedulers in lock-step and prints how many schedules differed."""
+    marked = "slow" if long else "not slow"
+    print("contract: lock-step", flush=True)
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "--hypothesis-show-statistics"),
+            *("--timeout=0", "-m", marked, "tests/core/test_differential.py"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    counts = re.findall(r"(\d+) passing, (\d+) failing", ended.stdout)
+    examples = sum(int(count) for pair in counts for count in pair)
+    mismatches = sum(int(failing) for _, failing in counts)
+    print(f"contract: {examples} schedules in lock-step, {mismatches} mismatches")
+    if ended.returncode or not examples:
+        print("\n".join(ended.stdout.splitlines()[-40:]))
+        return 1
+    return 0
+
+
+def modes(*, long: bool) -> int:
+    """Prints the ways of running vLLM; the long form proves them first."""
+    if (
+        long
+        and subprocess.run([sys.executable, "-m", "tools.modes"], cwd=ROOT, check=False).returncode
+    ):
+        return 1
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][2:]
+    for row in rows:
+        name, _, _, result = row.strip("| ").split(" | ")
+        print(f"contract: {result:8} {name}")
+    if not long:
+        print(f"contract: {len(rows)} ways of running vLLM, each proven by tests of `make test`")
+    return 0
 
 
 def prepare() -> tuple[Path, dict[str, str]]:
