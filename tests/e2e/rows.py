@@ -18,7 +18,8 @@ import numpy as np
 from vllm.v1.engine.core import EngineCore
 
 from omnistage import ARStageConfig, Pipeline, subscribe
-from omnistage.request import Payload, TokenUpdate
+from omnistage.payload import Payload, numbers
+from omnistage.request import TokenUpdate
 from omnistage.worker import mixin
 from omnistage.worker.build import build, take
 from tests.e2e import engines
@@ -116,6 +117,7 @@ class Reader:
         self.ended: dict[str, asyncio.Event] = {}
         self.errors: dict[str, str | None] = {}
         self.steps: dict[str, int] = {}
+        self.dtype = "float32"  # of hidden states
         self.others: dict[str, dict[str, list[Payload]]] = {}  # tensors of other keys
 
     def take(self, update: TokenUpdate) -> None:
@@ -127,10 +129,10 @@ class Reader:
             others = self.others.setdefault(update.request_id, {})
             others.setdefault(name, []).append(update.tensors[name])
         if tensor := update.tensors.get("hidden"):
-            assert (tensor.dtype, tensor.shape[1:]) == ("float32", (SIZE,))
+            assert (tensor.dtype, tensor.shape[1:]) == (self.dtype, (SIZE,))
             taken = self._rows.setdefault(update.request_id, [])
             assert tensor.first_row == sum(map(len, taken))
-            taken.append(np.frombuffer(tensor.data, np.float32).reshape(tensor.shape))
+            taken.append(numbers(tensor))
         if tensor := update.tensors.get("codes"):
             assert (tensor.dtype, tensor.shape[1:]) == ("int64", (2,))
             codes = self._codes.setdefault(update.request_id, [])
@@ -225,7 +227,7 @@ async def running(
             assert (await workers_of(pipeline))[0].overlaps == (scheduling == "async")
             yield pipeline, reader
     finally:
-        llm.shutdown()
+        llm.shutdown(15)  # by default vLLM kills its engine before that has ended its workers
 
 
 @contextlib.asynccontextmanager

@@ -17,6 +17,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from omnistage import ARStageConfig, HiddenStates, Pipeline, TokenUpdates
 from omnistage.errors import ConfigError, PayloadError
 from tests.e2e.conftest import CHECKPOINT, PROMPT, generate, wait_until_idle
+from tests.e2e.engines import WAYS
 from tests.e2e.inside import llm_of
 from tests.e2e.rows import (
     GREEDY,
@@ -35,6 +36,7 @@ from tests.omni_models.connector import COLLECTIVES, watched
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
+ALL = pytest.mark.parametrize(("scheduling", "executor"), list(WAYS.values()), ids=list(WAYS))
 TWO = pytest.mark.parametrize(
     ("scheduling", "executor"), [("sync", "uni"), ("async", "mp")], ids=["inline", "background"]
 )
@@ -111,7 +113,7 @@ async def test_an_engine_that_cannot_give_rows_does_not_start(
 
 @pytest.mark.mode("structured output", "ids and rows")
 @pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated")  # how vLLM calls xgrammar
-@TWO
+@ALL
 async def test_rows_of_structured_output_are_those_of_the_ids(
     scheduling: str, executor: str, models: Path
 ) -> None:
@@ -243,7 +245,7 @@ async def test_outputs_that_are_not_what_is_declared_fail_their_step_alone(
 
 
 @pytest.mark.mode("prefix cache", "")
-@TWO
+@ALL
 async def test_rows_of_cached_prefixes_are_those_that_were_computed(
     scheduling: str, executor: str, models: Path
 ) -> None:
@@ -343,6 +345,27 @@ async def test_an_engine_whose_cached_prefixes_cannot_be_followed_is_refused(
     with pytest.raises(ConfigError, match=f"prefix_rows=True, and .*{words}"):
         async with running(config, "sync", "uni", **changes):
             pass
+
+
+async def test_bfloat16_rows_of_a_mixed_batch_are_those_of_each_request_alone(
+    models: Path,
+) -> None:
+    """Prefills in chunks beside decodes; codes, which are integers, are equal."""
+    config = stage(models, "OmniRows")
+    async with running(config, "sync", "uni", dtype="bfloat16") as (pipeline, reader):
+        reader.dtype = "bfloat16"
+        asked = [prompt(i, length) for i, length in enumerate([120, 20, 75, 33, 50, 90])]
+        alone = [await run(pipeline, reader, p, max_tokens=12) for p in asked]
+        together = await asyncio.gather(*(run(pipeline, reader, p, max_tokens=12) for p in asked))
+        for p, one, other in zip(asked, alone, together, strict=True):
+            # Up to where another batch has rounded to another id.
+            same = next(
+                (i for i, (a, b) in enumerate(zip(one[0], other[0], strict=True)) if a != b), 12
+            )
+            rows = len(p) + max(same - 1, 0)
+            scale = np.abs(one[1][:rows]).max()
+            assert np.abs(one[1][:rows] - other[1][:rows]).max() <= 1e-2 * scale
+        await check_nothing_left(pipeline)
 
 
 async def test_hidden_states_that_are_kept_leave_the_stock_worker_and_the_ids() -> None:
