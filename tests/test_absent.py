@@ -47,4 +47,6 @@ def test_a_payload_is_put_on_an_output_in_one_place_and_taken_off_in_one() -> No
         for path in sorted(PACKAGE.rglob("*.py"))
         if re.search("PAYLOAD_ATTRIBUTE|omnistage_payload", path.read_text())
     ]
-    assert users == ["core/collector.py", "worker/contract.py", "worker/mixin.py", "worker/payload.py"]
+    assert users == [
+        *("core/collector.py", "worker/contract.py", "worker/mixin.py", "worker/payload.py")
+    ]

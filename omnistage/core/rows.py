@@ -64,13 +64,13 @@ class RowCount:
         if index in payload.errors:
             raise FailedRows(payload.errors[index])
         first, count = payload.first_rows[index], payload.counts[index]
-        if first > self.next:
-            raise MissingRows(_missing(self.next, first))
-        # A row stands for the id at its position, which must be committed: the last sampled one's
-        # is not computed yet, and one computed for a rejected or dropped id is none.
-        end = min(first + count, self._prompt + committed + max(sampled - 1, 0))
+        # A row comes with the id that was sampled from it. One whose id vLLM dropped, as a reset of
+        # the prefix cache does with what is in flight, is computed again; so is one of a draft.
+        end = min(first + count, self._prompt + committed + sampled - 1)
         if end <= self.next:
             return None
+        if first > self.next:
+            raise MissingRows(_missing(self.next, first))
         start, self.next = self.next, end
         tensors = {}
         for key, rows in payload.keys.items():

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
+from omnistage.adapters.codec_rows import CodecRows
 from omnistage.adapters.processor import HiddenStates
 from omnistage.core.rows import MissingRows, RowCount
 from omnistage.request import FinishReason
 from omnistage.worker.contract import HIDDEN, Occurrence
 from omnistage.worker.payload import PAYLOAD_ATTRIBUTE, Rows, StepPayload
-from tests.core.factories import CHANNEL, Harness, make_request, make_scheduler
+from tests.core.factories import CHANNEL, EOS, Harness, make_request, make_scheduler
 
 
 def harness(asynchronous: bool, *, run_ahead: int = 2, **options: Any) -> Harness:
@@ -25,6 +26,7 @@ def harness(asynchronous: bool, *, run_ahead: int = 2, **options: Any) -> Harnes
         run_ahead=run_ahead if asynchronous else 1,
     )
     run.rows_of = lambda _: True
+    run.prompts_and_lasts = True
     return run
 
 
@@ -42,8 +44,27 @@ def check_rows(run: Harness, prompts: dict[str, int]) -> None:
         else:
             assert len(rows) == due
             assert published.ids[request_id] == run.returned[request_id]
+            assert published.others[request_id, "prompt"] == [list(range(prompts[request_id]))]
+    check_steps(run, prompts)
     assert not len(run.collector)
     assert not len(run.adapter)
+
+
+def check_steps(run: Harness, prompts: dict[str, int]) -> None:
+    """Each id comes with the row that it was sampled from, and each step that samples with one."""
+    sampled = dict.fromkeys(prompts, 0)
+    rows = dict.fromkeys(prompts, 0)
+    lasts: dict[str, list[list[int]]] = {name: [] for name in prompts}
+    for update in run.published.updates:
+        name = update.request_id
+        sampled[name] += len(update.ids)
+        rows[name] += sum(info.shape[0] for info in update.tensors if info.name == HIDDEN)
+        ends = prompts[name] + sampled[name] - 1
+        assert rows[name] == ends if update.ids else rows[name] <= ends
+        if update.ids:
+            lasts[name].append([ends - 1])
+    for name, due in lasts.items():
+        assert run.published.others.get((name, "last"), []) == due
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -110,6 +131,27 @@ def test_any_schedule_passes_each_row_on_once_and_in_order(
                 run.step()
     run.run()
     check_rows(run, prompts)
+
+
+@pytest.mark.parametrize("end_ids", [frozenset(), frozenset({EOS})], ids=["waiting", "knowing"])
+def test_a_step_that_a_reset_drops_leaves_its_row_to_the_one_that_counts(
+    end_ids: frozenset[int],
+) -> None:
+    run = Harness(
+        make_scheduler(asynchronous=True),
+        {CHANNEL: CodecRows(codebooks=2, codebook_size=99, key=HIDDEN, end_ids=end_ids)},
+        run_ahead=2,
+    )
+    run.rows_of = lambda _: True
+    run.add(make_request("r", prompt=10, max_tokens=9, ignore_eos=True))
+    for _ in range(4):
+        run.step()
+        run.scheduler.reset_prefix_cache(reset_running_requests=True)
+        run.step()
+    run.run()
+    assert not run.failed
+    frames = [i for position in range(9, 18) for i in (position, 0)]
+    assert run.published.ids["r"] == frames
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2, 5])
