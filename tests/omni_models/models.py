@@ -148,6 +148,70 @@ class OmniConditioned(_SelfChecking):
         return hidden, {"codes": rows_of(input_ids, positions), "voices": voices}
 
 
+class OmniViews(_SelfChecking):
+    """Gives its rows in every awkward way: all say their position and id, [rows, 2] of some dtype.
+
+    ``static`` is a buffer that the next forward pass overwrites, and ``old`` what postprocess
+    overwrites a step later; ``none`` has no columns.
+    """
+
+    omni_pooler_payload_include_hidden = False
+    omni_outputs = {  # noqa: RUF012
+        **dict.fromkeys(("static", "old", "strided", "none"), "token"),
+        **dict.fromkeys(("bool", "uint8", "float8_e4m3fn", "float8_e5m2", "bfloat16"), "token"),
+    }
+    buffer: torch.Tensor | None = None
+    before: Mapping[str, torch.Tensor] = {}
+
+    def outputs(
+        self, input_ids: torch.Tensor | None, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """One set of rows, several times."""
+        rows = rows_of(input_ids, positions)
+        if self.buffer is None:
+            self.buffer = torch.zeros(4096, 2, dtype=torch.long)
+        self.buffer.fill_(-7)
+        self.buffer[: len(rows)] = rows
+        wide = rows.repeat_interleave(3, dim=1)
+        exact = {
+            name: (rows % 2).to(getattr(torch, name))
+            for name in ("bool", "uint8", "float8_e4m3fn", "float8_e5m2", "bfloat16")
+        }
+        return {
+            "static": self.buffer,
+            "old": rows.clone(),
+            "strided": wide.T.contiguous().T[:, ::3],
+            "none": rows[:, :0],
+            **exact,
+        }
+
+    def omni_postprocess(
+        self, spans: Sequence[Span], hidden: torch.Tensor, outputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Overwrite the last step's rows, which somebody may still be reading."""
+        for tensor in self.before.values():
+            tensor.zero_()
+        self.before = {key: outputs[key] for key in ("old", "strided", "bfloat16")}
+
+
+class OmniRaises(_SelfChecking):
+    """Raises in a hook if a prompt has 100 ids (before the forward pass) or 101 (after it)."""
+
+    omni_outputs = {"codes": "token"}  # noqa: RUF012
+
+    def omni_preprocess(self, spans: Sequence[Span]) -> None:
+        """Keep the batch for the forward pass that follows."""
+        if any(span.prompt_tokens == 100 for span in spans):
+            raise RuntimeError("preprocess, on purpose")
+
+    def omni_postprocess(
+        self, spans: Sequence[Span], hidden: torch.Tensor, outputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Raise for who asks for it."""
+        if any(span.prompt_tokens == 101 for span in spans):
+            raise RuntimeError("postprocess, on purpose")
+
+
 class OmniBroken(_SelfChecking):
     """Returns what it does not declare, or not all of what it does, as a request's first id says.
 
