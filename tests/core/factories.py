@@ -223,6 +223,8 @@ class Driver:
         """Whose rows the runner attaches; each is int64: its position and 0."""
         self.prompts_and_lasts = False
         """Whether it attaches ``prompt``, a prompt's rows, and ``last``, a row a request, too."""
+        self.keys: Sequence[str] = (HIDDEN, "prompt", "last")
+        """Which of these."""
         self.last_scheduled: SchedulerOutput | None = None
         self._run_ahead = run_ahead
         self._samples = samples
@@ -304,6 +306,7 @@ class Driver:
             if any(map(len, own)):
                 keys["prompt"] = _packed(Occurrence.PREFILL, own)
             keys["last"] = _packed(Occurrence.REQUEST, [rows[-1:] for rows in data])
+        keys = {key: rows for key, rows in keys.items() if key in self.keys}
         places = [output.req_ids.index(request_id) for request_id in counts]
         payload = StepPayload(output.req_ids, places, firsts, list(counts.values()), keys)
         setattr(output, PAYLOAD_ATTRIBUTE, payload)

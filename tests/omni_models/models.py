@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from omnistage.worker.requests import Span
@@ -112,6 +113,8 @@ class OmniPostprocess(_SelfChecking):
 class OmniConditioned(_SelfChecking):
     """Adds a request's ``voice``, [hidden size], to the embeddings of its first two positions.
 
+    One of [positions, hidden size] is added row by row, from position 0 on.
+
     ``voices`` is a row a request: its conditioning's first element in thousandths, or -1.
     """
 
@@ -132,9 +135,11 @@ class OmniConditioned(_SelfChecking):
             inputs_embeds = self.embed_input_ids(input_ids)
             for span in self.spans:
                 voice = span.conditioning.get("voice")
-                if voice is not None and span.position < 2:
-                    stop = min(span.stop, span.start + 2 - span.position)
-                    inputs_embeds[span.start : stop] += voice.to(inputs_embeds)
+                if voice is None:
+                    continue
+                rows = voice.expand(2, -1) if voice.dim() == 1 else voice
+                rows = rows[span.position : span.position + span.stop - span.start]
+                inputs_embeds[span.start : span.start + len(rows)] += rows.to(inputs_embeds)
         hidden = Qwen3ForCausalLM.forward(
             self, input_ids, positions, intermediate_tensors, inputs_embeds
         )
@@ -194,24 +199,6 @@ class OmniViews(_SelfChecking):
         self.before = {key: outputs[key] for key in ("old", "strided", "bfloat16")}
 
 
-class OmniRaises(_SelfChecking):
-    """Raises in a hook if a prompt has 100 ids (before the forward pass) or 101 (after it)."""
-
-    omni_outputs = {"codes": "token"}  # noqa: RUF012
-
-    def omni_preprocess(self, spans: Sequence[Span]) -> None:
-        """Keep the batch for the forward pass that follows."""
-        if any(span.prompt_tokens == 100 for span in spans):
-            raise RuntimeError("preprocess, on purpose")
-
-    def omni_postprocess(
-        self, spans: Sequence[Span], hidden: torch.Tensor, outputs: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Raise for who asks for it."""
-        if any(span.prompt_tokens == 101 for span in spans):
-            raise RuntimeError("postprocess, on purpose")
-
-
 class OmniBroken(_SelfChecking):
     """Returns what it does not declare, or not all of what it does, as a request's first id says.
 
@@ -233,3 +220,22 @@ class OmniBroken(_SelfChecking):
         if 1002 in ids:
             return {"codes": rows[:-1]}
         return {"codes": rows}
+
+
+class OmniRaises(OmniBroken):
+    """Raises in a hook, on one rank: before the pass if a prompt has 103 ids, after it if 104.
+
+    Else it is as broken as its base.
+    """
+
+    def omni_preprocess(self, spans: Sequence[Span]) -> None:
+        """Raise for who asks for it."""
+        if get_tensor_model_parallel_rank() == 0 and any(s.prompt_tokens == 103 for s in spans):
+            raise RuntimeError("preprocess, on purpose")
+
+    def omni_postprocess(
+        self, spans: Sequence[Span], hidden: torch.Tensor, outputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Raise for who asks for it."""
+        if get_tensor_model_parallel_rank() == 0 and any(s.prompt_tokens == 104 for s in spans):
+            raise RuntimeError("postprocess, on purpose")
