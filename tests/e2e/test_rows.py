@@ -13,6 +13,7 @@ import pytest_asyncio
 from omnistage import ARStageConfig, HiddenStates, Pipeline
 from omnistage.errors import InvalidRequest
 from tests.e2e.conftest import PROMPT, generate
+from tests.e2e.inside import llm_of
 from tests.e2e.rows import (
     GREEDY,
     WAYS,
@@ -64,6 +65,16 @@ async def test_every_row_comes_once_and_is_what_the_ids_were_sampled_from(
         assert ids == list(reference.token_ids)
         check(asked, ids, own)
     await check_nothing_left(rows)
+
+
+async def test_rows_are_made_in_another_thread_only_where_outputs_are_awaited_in_one(
+    rows: Pipeline, reader: Reader
+) -> None:
+    await run(rows, reader, PROMPT, max_tokens=5)
+    worker = await worker_of(rows)
+    awaited = llm_of(rows).vllm_config.parallel_config.distributed_executor_backend == "mp"
+    expected = "WorkerAsyncOutputCopy" if worker.overlaps and awaited else "MainThread"
+    assert worker.threads == [expected]
 
 
 async def test_preempted_requests_give_every_row_once(rows: Pipeline, reader: Reader) -> None:
