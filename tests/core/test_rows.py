@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from omnistage.adapters.codec_rows import CodecRows
 from omnistage.adapters.processor import Emission, HiddenStates, Step
-from omnistage.core.rows import MissingRows, RowCount
+from omnistage.core.rows import FailedRows, MissingRows, RowCount
 from omnistage.request import FinishReason
 from omnistage.worker.contract import HIDDEN, Occurrence
 from omnistage.worker.payload import PAYLOAD_ATTRIBUTE, Rows, StepPayload
@@ -294,6 +294,25 @@ def test_a_cut_keeps_the_bytes_and_positions_of_the_rows_that_are_new() -> None:
     assert (more[HIDDEN].first_row, more[HIDDEN].data) == (11, data[32:])
     with pytest.raises(MissingRows, match="rows 12 to 19"):
         count.take(StepPayload(["r"], [0], [20], [1], payload.keys), 0, committed=50, sampled=1)
+
+
+def test_a_prompts_rows_are_of_one_kind_or_an_error() -> None:
+    """Those of the second chunk have as many bytes, and mean something else."""
+
+    def chunk(first: int, dtype: str) -> StepPayload:
+        rows = Rows(Occurrence.PREFILL, dtype, (2,), [4], np.zeros(4 * 8, np.uint8))
+        return StepPayload(["r"], [0], [first], [4], {"prompt": rows})
+
+    for dtype in ("float32", "int32"):
+        count = RowCount(8)
+        assert count.take(chunk(0, "float32"), 0, committed=0, sampled=0) is None
+        if dtype == "float32":
+            tensors = count.take(chunk(4, dtype), 0, committed=0, sampled=1)
+            assert tensors is not None
+            assert (tensors["prompt"].dtype, tensors["prompt"].shape) == (dtype, (8, 2))
+        else:
+            with pytest.raises(FailedRows, match="'prompt' are of several kinds"):
+                count.take(chunk(4, dtype), 0, committed=0, sampled=1)
 
 
 def test_without_rows_wanted_a_payload_is_taken_off_and_no_more(
