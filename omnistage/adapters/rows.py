@@ -30,6 +30,7 @@ class RequestRows:
 
     def __init__(self, key: str = "hidden") -> None:
         self._key = key
+        self._request_id: str | None = None
         self._kind: tuple[str, tuple[int, ...]] | None = None  # dtype, shape of a row
         self._pieces: list[bytes] = []
         self._first: int | None = None
@@ -46,9 +47,17 @@ class RequestRows:
 
         Raises:
             UpdatesLost: Rows are missing before these.
-            ProtocolError: They are of another dtype or shape than those before.
+            ProtocolError: They are of another request, dtype or shape than those before.
             OmniStageError: What ended the request.
         """
+        if update.request_id != (self._request_id or update.request_id):
+            # One that is as long as these rows would go on with them unnoticed.
+            raise ProtocolError(
+                f"an update of {update.request_id} came among those of {self._request_id}; rows of "
+                "several requests are joined by one RequestRows each",
+                request_id=update.request_id,
+            )
+        self._request_id = update.request_id
         terminal = update.terminal
         if terminal is not None and terminal.error is not None:
             error = error_of_kind(terminal.kind, terminal.error)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from omnistage.adapters.processor import wants_payload
 from omnistage.config import AUDIO
 from omnistage.errors import ConfigError, InvalidRequest
-from omnistage.worker.contract import PAYLOAD_OPTIONS, ModelContract, contract_of
+from omnistage.worker.contract import PAYLOAD_OPTIONS, ModelContract, Occurrence, contract_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -111,6 +111,8 @@ def _obstacles(vllm_config: Any, contract: ModelContract, *, wanted: bool) -> It
     if speculation is not None and speculation.method not in PROVEN_SPECULATION:
         proven = " and ".join(PROVEN_SPECULATION)
         yield f"speculation by {speculation.method!r} is unproven with them; {proven} work"
+    if speculation is not None and Occurrence.REQUEST in contract.outputs.values():
+        yield "with speculation a row a request is that of its last draft, which may be rejected"
     if speculation is not None and asynchronous and vllm_config.use_v2_model_runner:
         yield "Model Runner V2 is unproven with speculation under async scheduling"
     transfer = vllm_config.kv_transfer_config

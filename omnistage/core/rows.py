@@ -6,7 +6,7 @@ what is passed on are the rows of ids that it has committed, from where the last
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omnistage.request import Payload
 from omnistage.worker.contract import Occurrence
@@ -38,7 +38,7 @@ class RowCount:
     def __init__(self, prompt: int, *, only_prefill: bool = False) -> None:
         self._prompt = prompt
         self._only_prefill = only_prefill
-        self._held: dict[str, list[Any]] = {}  # rows of a prompt that is not complete
+        self._held: dict[str, list[Payload]] = {}  # rows of a prompt that is not complete
         self.next = 0  # position of the next row
 
     def take(
@@ -64,13 +64,13 @@ class RowCount:
         if index in payload.errors:
             raise FailedRows(payload.errors[index])
         first, count = payload.first_rows[index], payload.counts[index]
-        if first > self.next:
-            raise MissingRows(_missing(self.next, first))
-        # A row stands for the id at its position, which must be committed: the last sampled one's
-        # is not computed yet, and one computed for a rejected or dropped id is none.
-        end = min(first + count, self._prompt + committed + max(sampled - 1, 0))
+        # A row comes with the id that was sampled from it. One whose id vLLM dropped, as a reset of
+        # the prefix cache does with what is in flight, is computed again; so is one of a draft.
+        end = min(first + count, self._prompt + committed + sampled - 1)
         if end <= self.next:
             return None
+        if first > self.next:
+            raise MissingRows(_missing(self.next, first))
         start, self.next = self.next, end
         tensors = {}
         for key, rows in payload.keys.items():
@@ -82,10 +82,9 @@ class RowCount:
             elif start < self._prompt:
                 stop = min(end, self._prompt)
                 held = self._held.setdefault(key, [])
-                held.append(_cut(rows, index, start, start - first, stop - first).data)
+                held.append(_cut(rows, index, start, start - first, stop - first))
                 if stop == self._prompt:
-                    data = b"".join(self._held.pop(key))
-                    tensors[key] = Payload(rows.dtype, (stop, *rows.shape), 0, data)
+                    tensors[key] = _joined(key, self._held.pop(key))
         return tensors or None
 
     def check_complete(self, total: int) -> None:
@@ -108,6 +107,15 @@ def _cut(rows: Rows, index: int, first: int, start: int, stop: int) -> Payload:
     offset = rows.ends[index - 1] if index else 0
     data = memoryview(rows.data)[(offset + start) * size : (offset + stop) * size]
     return Payload(rows.dtype, (stop - start, *rows.shape), first, data)
+
+
+def _joined(key: str, pieces: list[Payload]) -> Payload:
+    kinds = {(piece.dtype, piece.shape[1:]) for piece in pieces}
+    if len(kinds) > 1:
+        raise FailedRows(f"rows of {key!r} are of several kinds in one prompt: {sorted(kinds)}")
+    ((dtype, shape),) = kinds
+    count = sum(piece.shape[0] for piece in pieces)
+    return Payload(dtype, (count, *shape), 0, b"".join(piece.data for piece in pieces))
 
 
 def _missing(start: int, end: int) -> str:

@@ -66,7 +66,9 @@ class ModelHooks:
         self, spans: Sequence[Span], hidden: torch.Tensor, outputs: Mapping[str, Any]
     ) -> None:
         """Give it the same and what it computed, after the forward pass."""
-        self._model.omni_postprocess(spans, hidden, outputs)
+        # As vLLM runs the forward pass itself: elsewhere its tensors cannot be written to.
+        with torch.inference_mode():
+            self._model.omni_postprocess(spans, hidden, outputs)
 
     def _split(self, model: nn.Module, args: Any, output: Any) -> Any:
         self._outputs = NO_OUTPUTS

@@ -95,12 +95,16 @@ class WorkerRequests:
                     self._known[request_id].state.clear()
 
     def spans(self, batch: Batch) -> list[Span]:
-        """A batch's requests in its order, for a model's hooks."""
+        """A batch's requests in its order, for a model's hooks.
+
+        Raises:
+            KeyError: No step began one of them.
+        """
         spans, start = [], 0
         for name, count, first in zip(
             batch.request_ids, batch.counts, batch.first_rows, strict=True
         ):
-            known = self._known.setdefault(name, _Known(0))
+            known = self._known[name]
             tokens, given = known.prompt_tokens, known.conditioning
             spans.append(Span(name, start, start + count, first, tokens, given, known.state))
             start += count

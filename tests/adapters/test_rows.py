@@ -15,9 +15,11 @@ from omnistage.payload import embeddings_of
 from omnistage.request import FinishReason, Payload, Terminal, TokenUpdate
 
 
-def update(terminal: Terminal | None = None, **tensors: Payload) -> TokenUpdate:
+def update(
+    terminal: Terminal | None = None, request_id: str = "r", **tensors: Payload
+) -> TokenUpdate:
     return TokenUpdate(
-        request_id="r",
+        request_id=request_id,
         position=0,
         ids=(),
         tensors=tensors,
@@ -67,6 +69,16 @@ def test_a_gap_another_kind_and_an_error_are_refused() -> None:
     assert raised.value.request_id == "r"
     with pytest.raises(ProtocolError, match="no row of 'hidden' from 0 on"):
         RequestRows().joined()
+
+
+def test_an_update_of_another_request_is_refused_and_leaves_the_rows_as_they_were() -> None:
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+    taken = RequestRows()
+    taken.take(update(hidden=payload(rows)))
+    for terminal in (None, Terminal(FinishReason.STOP), Terminal(FinishReason.ERROR, error="no")):
+        with pytest.raises(ProtocolError, match="an update of other came among those of r"):
+            taken.take(update(terminal, "other", hidden=payload(rows, 2)))
+    assert taken.joined() == Payload("float32", (2, 3), 0, rows.tobytes())
 
 
 async def test_an_adapter_projects_rows_to_embeddings() -> None:

@@ -174,6 +174,8 @@ class Published:
     ids: dict[str, list[int]] = field(default_factory=dict)
     updates: list[Update] = field(default_factory=list)
     rows: dict[str, list[int]] = field(default_factory=dict)
+    others: dict[tuple[str, str], list[list[int]]] = field(default_factory=dict)
+    """By request and key other than hidden states: the positions of each tensor's rows."""
     terminals: dict[str, list[Any]] = field(default_factory=dict)
     segments: dict[str, int] = field(default_factory=dict)
 
@@ -190,6 +192,12 @@ class Published:
             ids.extend(update.ids)
             for info in update.tensors:
                 positions = np.frombuffer(buffers[info.frame], np.int64).reshape(info.shape)[:, 0]
+                if info.name != HIDDEN:
+                    named = list(range(info.first_row, info.first_row + info.shape[0]))
+                    # With drafts the runner does not know which position will be the last.
+                    assert info.name == "last" or positions.tolist() == named
+                    self.others.setdefault((update.request_id, info.name), []).append(named)
+                    continue
                 rows = self.rows.setdefault(update.request_id, [])
                 assert info.first_row == len(rows) == positions[0]
                 rows.extend(positions.tolist())
@@ -213,6 +221,10 @@ class Driver:
         self.scheduler = scheduler
         self.rows_of: Callable[[str], bool] = lambda _: False
         """Whose rows the runner attaches; each is int64: its position and 0."""
+        self.prompts_and_lasts = False
+        """Whether it attaches ``prompt``, a prompt's rows, and ``last``, a row a request, too."""
+        self.keys: Sequence[str] = (HIDDEN, "prompt", "last")
+        """Which of these."""
         self.last_scheduled: SchedulerOutput | None = None
         self._run_ahead = run_ahead
         self._samples = samples
@@ -287,9 +299,14 @@ class Driver:
             rows = np.zeros((count, 2), np.int64)
             rows[:, 0] = range(firsts[-1], firsts[-1] + count)
             data.append(rows)
-        ends = list(accumulate(counts.values()))
-        raw = np.concatenate(data).reshape(-1).view(np.uint8)
-        keys = {HIDDEN: Rows(Occurrence.TOKEN, "int64", (2,), ends, raw)}
+        keys = {HIDDEN: _packed(Occurrence.TOKEN, data)}
+        if self.prompts_and_lasts:
+            prompts = [self.scheduler.requests[name].num_prompt_tokens for name in counts]
+            own = [rows[: max(p - f, 0)] for rows, p, f in zip(data, prompts, firsts, strict=True)]
+            if any(map(len, own)):
+                keys["prompt"] = _packed(Occurrence.PREFILL, own)
+            keys["last"] = _packed(Occurrence.REQUEST, [rows[-1:] for rows in data])
+        keys = {key: rows for key, rows in keys.items() if key in self.keys}
         places = [output.req_ids.index(request_id) for request_id in counts]
         payload = StepPayload(output.req_ids, places, firsts, list(counts.values()), keys)
         setattr(output, PAYLOAD_ATTRIBUTE, payload)
@@ -308,6 +325,11 @@ class Driver:
             for i in ids
         ]
         self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
+
+
+def _packed(occurrence: Occurrence, rows: list[Any]) -> Rows:
+    raw = np.concatenate(rows).reshape(-1).view(np.uint8)
+    return Rows(occurrence, "int64", (2,), list(accumulate(map(len, rows))), raw)
 
 
 class Harness(Driver):

@@ -176,6 +176,14 @@ def test_a_model_that_extends_vllms_interface_has_our_worker_whoever_wants_its_o
         )
 
 
+def test_a_row_a_request_is_refused_where_its_position_may_be_rejected() -> None:
+    with pytest.raises(ConfigError, match="that of its last draft, which may be rejected"):
+        give_payloads(vllm_config(model=Extended, method="ngram"), config())
+    assert (
+        give_payloads(vllm_config(model=Extended, method="ngram"), config(TokenUpdates()))[1] == ()
+    )
+
+
 def test_the_stages_configuration_overrides_the_models_word_on_hidden_states() -> None:
     for asked, included in [(None, False), (True, True), (False, False)]:
         stage = config(omni_pooler_payload_include_hidden=asked)

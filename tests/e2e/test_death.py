@@ -43,7 +43,7 @@ async def check_dead(pipeline: Pipeline, reason: str) -> None:
         error, _ = await how_it_ends(pipeline.submit(PROMPT, sampling=ENDLESS))
         assert isinstance(error, StageClosed)
         assert reason in str(error)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < WITHIN
     assert not pipeline.health().ok
     assert reason in (pipeline.health().reason or "")
     with pytest.raises(StageClosed):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from prometheus_client import generate_latest
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -169,6 +170,7 @@ async def test_rows_of_a_prompt_cross_once_and_whole_whatever_the_chunks(
             assert numbers(reader, stream.request_id, "prompt") == [
                 (0, [list(pair) for pair in enumerate(p)])
             ]
+            assert len(reader.ids[stream.request_id]) == 60  # of steps that had no payload
         await check_nothing_left(pipeline)
         # Behind its prompt a request has nothing to send, and nothing is made for it.
         before = len((await worker_of(pipeline)).built)
@@ -241,6 +243,68 @@ async def test_outputs_that_are_not_what_is_declared_fail_their_step_alone(
             await reader.end(stream.request_id).wait()
         assert reader.errors[stream.request_id]
         check(PROMPT, *await run(pipeline, reader, PROMPT, max_tokens=20))
+        await check_nothing_left(pipeline)
+
+
+@TWO
+async def test_rows_cross_as_they_were_whatever_the_model_does_with_their_memory(
+    scheduling: str, executor: str, models: Path
+) -> None:
+    async with running(stage(models, "OmniViews"), scheduling, executor) as (pipeline, reader):
+        asked = [prompt(i, 40 + 20 * i) for i in range(5)]
+        streams = [
+            pipeline.submit(p, sampling={**GREEDY, "max_tokens": 45}, subscribers=["rows"])
+            for p in asked
+        ]
+        await asyncio.gather(*(stream.finished() for stream in streams))
+        for p, stream in zip(asked, streams, strict=True):
+            async with asyncio.timeout(20):
+                await reader.end(stream.request_id).wait()
+            given = list(enumerate([*p, *reader.ids[stream.request_id][:-1]]))
+            got = reader.others[stream.request_id]
+            assert sum(tensor.shape[0] for tensor in got.pop("none")) == len(given)
+            for key, tensors in got.items():
+                exact = key not in ("static", "old", "strided")
+                assert {tensor.dtype for tensor in tensors} == {key if exact else "int64"}
+                rows = [
+                    torch.frombuffer(bytearray(tensor.data), dtype=getattr(torch, tensor.dtype))
+                    for tensor in tensors
+                ]
+                expected = [n % 2 if exact else n for pair in given for n in pair]
+                assert torch.cat([row.long() for row in rows]).tolist() == expected
+        await check_nothing_left(pipeline)
+
+
+@TWO
+async def test_a_reset_of_the_prefix_cache_amid_running_requests_costs_no_row(
+    scheduling: str, executor: str, models: Path
+) -> None:
+    """It preempts all, and drops what is in flight; some are aborted meanwhile."""
+    config = stage(models, "OmniRows", prefix_rows=True)
+    async with running(config, scheduling, executor, num_gpu_blocks_override=20) as (
+        pipeline,
+        reader,
+    ):
+        llm = llm_of(pipeline)
+        shared = prompt(50, 64)
+        asked = [[*shared[: 32 * (i % 3)], *prompt(i, 30 + i)] for i in range(8)]
+        streams = [
+            pipeline.submit(p, sampling={**GREEDY, "max_tokens": 150}, subscribers=["rows"])
+            for p in asked[:4]
+        ]
+        ended = [asyncio.ensure_future(stream.finished()) for stream in streams]
+        runs = [asyncio.ensure_future(run(pipeline, reader, p, max_tokens=60)) for p in asked]
+        for stream in streams:
+            async with asyncio.timeout(20):
+                while stream.request_id not in reader.ids:
+                    await asyncio.sleep(0.005)
+            await llm.reset_prefix_cache(reset_running_requests=True)
+            await asyncio.sleep(0.03)
+            await stream.abort()
+            await llm.reset_prefix_cache(reset_running_requests=True)
+        for p, (ids, rows) in zip(asked, await asyncio.gather(*runs), strict=True):
+            check(p, ids, rows)
+        await asyncio.gather(*ended, return_exceptions=True)
         await check_nothing_left(pipeline)
 
 
@@ -430,18 +494,23 @@ async def test_of_two_tensor_parallel_ranks_one_gives_each_row_once(
 
 
 @pytest.mark.mode("pipeline parallelism", "two ranks; ids and rows")
-@pytest.mark.parametrize("name", ["OmniRows", "Talker"])
+@pytest.mark.parametrize(
+    ("name", "scheduling"), [("OmniRows", "sync"), ("Talker", "sync"), ("OmniPostprocess", "async")]
+)
 async def test_the_last_pipeline_stage_gives_each_row_once(
-    name: str, models: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, scheduling: str, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if name == "Talker":  # ids alone: vLLM's own model, and a worker that can run it so
         config = ARStageConfig(model=str(CHECKPOINT), processor=TokenUpdates())
     else:
-        config = stage(models, name)
-    async with running(config, "sync", "mp", pipeline_parallel_size=2) as (pipeline, reader):
+        config = stage(models, name, omni_pooler_payload_include_hidden=True)
+    async with (
+        asyncio.timeout(50),
+        running(config, scheduling, "mp", pipeline_parallel_size=2) as (pipeline, reader),
+    ):
         asked = [prompt(i, 40 + 30 * i) for i in range(3)]
-        codes = name == "OmniRows"
+        codes = name != "Talker"
         done = await asyncio.gather(
             *(run(pipeline, reader, p, has_codes=codes, max_tokens=30) for p in asked)
         )

@@ -14,6 +14,7 @@ from omnistage import ARStageConfig, HiddenStates, Pipeline
 from omnistage.errors import InvalidRequest
 from tests.e2e.conftest import PROMPT, generate
 from tests.e2e.engines import WAYS
+from tests.e2e.inside import llm_of
 from tests.e2e.rows import (
     GREEDY,
     Reader,
@@ -70,6 +71,16 @@ async def test_every_row_comes_once_and_is_what_the_ids_were_sampled_from(
         assert ids == list(reference.token_ids)
         check(asked, ids, own)
     await check_nothing_left(rows)
+
+
+async def test_rows_are_made_in_another_thread_only_where_outputs_are_awaited_in_one(
+    rows: Pipeline, reader: Reader
+) -> None:
+    await run(rows, reader, PROMPT, max_tokens=5)
+    worker = await worker_of(rows)
+    awaited = llm_of(rows).vllm_config.parallel_config.distributed_executor_backend == "mp"
+    expected = "WorkerAsyncOutputCopy" if worker.overlaps and awaited else "MainThread"
+    assert worker.threads == [expected]
 
 
 @pytest.mark.mode("preemption and resume", "ids and rows, each once")

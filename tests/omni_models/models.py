@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from omnistage.worker.requests import Span
@@ -112,6 +113,8 @@ class OmniPostprocess(_SelfChecking):
 class OmniConditioned(_SelfChecking):
     """Adds a request's ``voice``, [hidden size], to the embeddings of its first two positions.
 
+    One of [positions, hidden size] is added row by row, from position 0 on.
+
     ``voices`` is a row a request: its conditioning's first element in thousandths, or -1.
     """
 
@@ -132,9 +135,11 @@ class OmniConditioned(_SelfChecking):
             inputs_embeds = self.embed_input_ids(input_ids)
             for span in self.spans:
                 voice = span.conditioning.get("voice")
-                if voice is not None and span.position < 2:
-                    stop = min(span.stop, span.start + 2 - span.position)
-                    inputs_embeds[span.start : stop] += voice.to(inputs_embeds)
+                if voice is None:
+                    continue
+                rows = voice.expand(2, -1) if voice.dim() == 1 else voice
+                rows = rows[span.position : span.position + span.stop - span.start]
+                inputs_embeds[span.start : span.start + len(rows)] += rows.to(inputs_embeds)
         hidden = Qwen3ForCausalLM.forward(
             self, input_ids, positions, intermediate_tensors, inputs_embeds
         )
@@ -146,6 +151,52 @@ class OmniConditioned(_SelfChecking):
             if voice is not None:
                 voices[i, 0] = round(1000 * float(voice.reshape(-1)[0]))
         return hidden, {"codes": rows_of(input_ids, positions), "voices": voices}
+
+
+class OmniViews(_SelfChecking):
+    """Gives its rows in every awkward way: all say their position and id, [rows, 2] of some dtype.
+
+    ``static`` is a buffer that the next forward pass overwrites, and ``old`` what postprocess
+    overwrites a step later; ``none`` has no columns.
+    """
+
+    omni_pooler_payload_include_hidden = False
+    omni_outputs = {  # noqa: RUF012
+        **dict.fromkeys(("static", "old", "strided", "none"), "token"),
+        **dict.fromkeys(("bool", "uint8", "float8_e4m3fn", "float8_e5m2", "bfloat16"), "token"),
+    }
+    buffer: torch.Tensor | None = None
+    before: Mapping[str, torch.Tensor] = {}
+
+    def outputs(
+        self, input_ids: torch.Tensor | None, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """One set of rows, several times."""
+        rows = rows_of(input_ids, positions)
+        if self.buffer is None:
+            self.buffer = torch.zeros(4096, 2, dtype=torch.long)
+        self.buffer.fill_(-7)
+        self.buffer[: len(rows)] = rows
+        wide = rows.repeat_interleave(3, dim=1)
+        exact = {
+            name: (rows % 2).to(getattr(torch, name))
+            for name in ("bool", "uint8", "float8_e4m3fn", "float8_e5m2", "bfloat16")
+        }
+        return {
+            "static": self.buffer,
+            "old": rows.clone(),
+            "strided": wide.T.contiguous().T[:, ::3],
+            "none": rows[:, :0],
+            **exact,
+        }
+
+    def omni_postprocess(
+        self, spans: Sequence[Span], hidden: torch.Tensor, outputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Overwrite the last step's rows, which somebody may still be reading."""
+        for tensor in self.before.values():
+            tensor.zero_()
+        self.before = {key: outputs[key] for key in ("old", "strided", "bfloat16")}
 
 
 class OmniBroken(_SelfChecking):
@@ -169,3 +220,22 @@ class OmniBroken(_SelfChecking):
         if 1002 in ids:
             return {"codes": rows[:-1]}
         return {"codes": rows}
+
+
+class OmniRaises(OmniBroken):
+    """Raises in a hook, on one rank: before the pass if a prompt has 103 ids, after it if 104.
+
+    Else it is as broken as its base.
+    """
+
+    def omni_preprocess(self, spans: Sequence[Span]) -> None:
+        """Raise for who asks for it."""
+        if get_tensor_model_parallel_rank() == 0 and any(s.prompt_tokens == 103 for s in spans):
+            raise RuntimeError("preprocess, on purpose")
+
+    def omni_postprocess(
+        self, spans: Sequence[Span], hidden: torch.Tensor, outputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Raise for who asks for it."""
+        if get_tensor_model_parallel_rank() == 0 and any(s.prompt_tokens == 104 for s in spans):
+            raise RuntimeError("postprocess, on purpose")

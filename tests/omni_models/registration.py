@@ -11,6 +11,8 @@ NAMES: Final = (
     "OmniPrefill",
     "OmniPostprocess",
     "OmniConditioned",
+    "OmniViews",
+    "OmniRaises",
     "OmniBroken",
 )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.model_runner import ExecuteModelState as StateV2
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState as StateV1
 
+from omnistage.core.rows import RowCount
 from omnistage.tensors import ITEM_BYTES
 from omnistage.worker import build as build_module
 from omnistage.worker.build import DTYPES, Taken, TakenRows, build, take
@@ -299,6 +302,95 @@ def test_large_rows_are_carried_beside_what_vllm_pickles() -> None:
     beside: list[pickle.PickleBuffer] = []
     assert len(pickle.dumps(payload, 5, buffer_callback=beside.append)) < 2000
     assert [len(buffer.raw()) for buffer in beside] == [8 * 4 << 16]
+
+
+@pytest.mark.parametrize("counts", [[1, 7, 1], [7, 1, 1], [2, 0, 3], [0, 1, 0], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("padding", [0, 1, 5])
+def test_each_request_has_the_rows_that_were_scheduled_for_it(
+    counts: list[int], padding: int
+) -> None:
+    """Whatever else of the batch is a prefill, a decode step, or has nothing scheduled."""
+    names, firsts = ["a", "b", "c"], [40, 0, 9]
+    total = sum(counts)
+    found = Executed(names, counts, firsts, torch.arange(total + padding).reshape(-1, 1))
+    one = take(found, {}, STOCK, dict.fromkeys(names, 60))
+    assert one is not None
+    payload = build(one, names)
+    assert (payload.first_rows, payload.counts) == (firsts, counts)
+    stops = list(accumulate(counts))
+    expected = [list(range(n - count, n)) for n, count in zip(stops, counts, strict=True)]
+    assert values(payload.keys[HIDDEN], np.int64) == expected
+    for i, count in enumerate(counts):
+        passed = RowCount(60)
+        passed.next = firsts[i]
+        tensors = passed.take(payload, i, committed=0, sampled=0)
+        assert (tensors is None) == (count == 0)
+
+
+class OnDevice(torch.Tensor):
+    """Rows that say they are on a device, and note when they are copied from it."""
+
+    is_cuda = True
+    device = "cuda:1"  # type: ignore[assignment]
+    noted: list[Any] = []  # noqa: RUF012 the test's
+
+    def to(self, *args: Any, **options: Any) -> torch.Tensor:
+        self.noted.append(("copied", *args))
+        return self.as_subclass(torch.Tensor)
+
+    def cpu(self, *_: Any) -> torch.Tensor:
+        self.noted.append(("copied", "cpu"))
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is done with streams and events of a device, in order."""
+    noted: list[Any] = []
+    monkeypatch.setattr(OnDevice, "noted", noted)
+
+    class Event:
+        def record(self) -> None:
+            noted.append("recorded")
+
+    class Stream:
+        def __init__(self, where: Any) -> None:
+            noted.append(("stream", where))
+
+        def wait_event(self, event: Event) -> None:
+            noted.append("waits")
+
+        def synchronize(self) -> None:
+            noted.append("synchronized")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    return noted
+
+
+def test_rows_on_a_device_are_handed_over_when_their_copy_is_complete(device: list[Any]) -> None:
+    """The clone is the step's own; the copy waits for it, on its device, in a stream of its own."""
+    hidden = hidden_states()
+    wanted = {"a": PROMPTS["a"]}
+    found = executed(hidden.as_subclass(OnDevice))
+    one = take(found, {}, STOCK, wanted, later=True)
+    assert one is not None
+    assert device == ["recorded"]
+    expected = hidden[4:7].numpy().tobytes()
+    hidden.fill_(-1)  # the next forward pass
+    payload = build(one, ["c", "a", "b"])
+    assert device[1:] == [("stream", "cuda:1"), "waits", ("copied", "cpu"), "synchronized"]
+    assert bytes(payload.keys[HIDDEN].data) == expected
+
+
+def test_inline_the_copy_from_a_device_is_complete_before_sampling(device: list[Any]) -> None:
+    found = executed(hidden_states().as_subclass(OnDevice))
+    one = take(found, {}, STOCK, {"a": PROMPTS["a"]})
+    assert one is not None
+    assert device == [("copied", "cpu")]
+    build(one, ["c", "a", "b"])
+    assert device == [("copied", "cpu")]
 
 
 TAKEN = Taken([0], [0], [1], [1], {HIDDEN: TakenRows(Occurrence.TOKEN, [1], torch.ones(1, 1))})

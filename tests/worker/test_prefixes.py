@@ -80,6 +80,19 @@ def test_what_a_request_that_wants_nothing_computes_is_there_for_one_that_hits_i
     assert values(payload.keys["voice"]) == [[1]]
 
 
+def test_a_step_behind_a_cached_prefix_has_its_own_rows_alone() -> None:
+    rows = PrefixRows(10, 4)
+    first_step(rows)
+    hit = StepBlocks([7], {"r": Span(8, 10, [7])}, {"r": Span(0, 8, [3, 5])})
+    assert run_step(rows, hit, 100, {"r": 10}).counts == [10]
+    for position in (10, 11):
+        step = StepBlocks([], {"r": Span(position, position + 1, [7])}, {})
+        payload = run_step(rows, step, 100 + position, {"r": 10})
+        assert (payload.first_rows, payload.counts) == ([position], [1])
+        assert values(payload.keys["codes"]) == [[100 + position]]
+        assert values(payload.keys["prompt"]) == [[]]
+
+
 def test_rows_of_the_same_step_are_there_before_they_are_read() -> None:
     rows = PrefixRows(10, 4)
     both = StepBlocks(

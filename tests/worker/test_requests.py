@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 from omnistage.request import Payload
@@ -12,6 +14,8 @@ from omnistage.worker.conditioning import CONDITIONING, encode_conditioning
 from omnistage.worker.payload import WANTS_PAYLOAD
 from omnistage.worker.reader import Batch
 from omnistage.worker.requests import WorkerRequests
+
+LENGTHS = {"a": 174, "b": 1500}
 
 
 def new(name: str, prompt: int = 4, extra: Any = None, *, wants: bool = False) -> Any:
@@ -95,3 +99,30 @@ def test_conditioning_that_is_none_costs_the_request_its_own_and_not_the_engine(
         (span,) = requests.spans(Batch(["a"], [4], [0]))
         assert span.conditioning == {}
     assert len(caplog.records) == 4
+
+
+def test_each_request_has_its_own_conditioning_and_no_other_one_has_any() -> None:
+    requests = WorkerRequests(all_of_them=True)
+    given = {name: np.full((length, 4), length, np.float32) for name, length in LENGTHS.items()}
+    for name, array in given.items():
+        raw = encode_conditioning({"feat": Payload("float32", array.shape, 0, array.tobytes())})
+        requests.note(step(new(name, extra={CONDITIONING: raw})))
+    requests.note(step(new("plain")))
+    names = ["b", "plain", "a"]
+    spans = requests.spans(Batch(names, [1, 1, 1], [0, 0, 0]))
+    assert [span.request_id for span in spans] == names
+    for span in spans:
+        if span.request_id == "plain":
+            assert span.conditioning == {}
+        else:
+            assert np.array_equal(span.conditioning["feat"].numpy(), given[span.request_id])
+    assert len({id(span.state) for span in spans}) == 3
+
+
+def test_a_request_that_no_step_began_is_an_error_and_has_nobodys_state() -> None:
+    requests = WorkerRequests(all_of_them=True)
+    requests.note(step(new("a")))
+    for name in ("b", ""):
+        with pytest.raises(KeyError):
+            requests.spans(Batch([name], [1], [0]))
+    assert len(requests) == 1
