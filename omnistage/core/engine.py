@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ import weakref
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from anyio import to_thread
@@ -33,6 +32,7 @@ from omnistage.adapters.processor import check_keys
 from omnistage.config import AUDIO
 from omnistage.core.collector import EXTRA_ARG
 from omnistage.core.ends import Ends
+from omnistage.core.processes import Processes, stop
 from omnistage.core.prompts import Prompts
 from omnistage.core.row_source import give_payloads, with_rows
 from omnistage.core.wiring import WiredConfig, Wiring, payload_keys, wiring_of
@@ -52,16 +52,12 @@ from omnistage.transport.publisher import PublisherConfig
 from omnistage.worker.payload import WANTS_PAYLOAD
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from omnistage.adapters.input import EngineInput
     from omnistage.config import ARStageConfig
 
 log = logging.getLogger(__name__)
-
-# vLLM sends its engine SIGKILL this long after SIGTERM; its default of 5 s is what workers may
-# need alone.
-_SHUTDOWN_SECONDS: Final = 15.0
 
 
 class Engine:
@@ -73,6 +69,7 @@ class Engine:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
+        self._processes: Processes | None = None
         config = llm.vllm_config
         self.ranks: int = config.parallel_config.data_parallel_size
         self._splits_prefill = bool(config.scheduler_config.enable_chunked_prefill)
@@ -160,14 +157,13 @@ class Engine:
         except Exception as error:
             raise translate(error) from error
 
+    async def note_processes(self, cores: Sequence[int]) -> None:
+        """Note what the engine cores of these process ids have started."""
+        self._processes = await to_thread.run_sync(Processes, cores)
+
     async def shutdown(self) -> None:
         """Stop vLLM's processes and return when they are gone."""
-        # vLLM cancels it only after its processes ended, and until then it would report their end.
-        if self._llm.output_handler is not None:
-            self._llm.output_handler.cancel()
-        await to_thread.run_sync(self._llm.shutdown, _SHUTDOWN_SECONDS)
-        # Reaps one that vLLM had to kill, for which it does not wait.
-        multiprocessing.active_children()
+        await stop(self._llm, self._processes)
 
     def _sampling_params(
         self, sampling: Mapping[str, Any], extra: dict[str, Any] | None

@@ -18,12 +18,13 @@ import numpy as np
 from vllm.v1.engine.core import EngineCore
 
 from omnistage import ARStageConfig, Pipeline, subscribe
+from omnistage.core.processes import Processes
 from omnistage.payload import Payload, numbers
 from omnistage.request import TokenUpdate
 from omnistage.worker import mixin
 from omnistage.worker.build import build, take
 from tests.e2e import engines
-from tests.e2e.conftest import CHECKPOINT, wait_until_idle
+from tests.e2e.conftest import CHECKPOINT, ar_of, wait_until_idle
 from tests.e2e.inside import llm_of, report
 from tests.e2e.test_cramped import CRAMPED
 from tests.omni_models import connector
@@ -218,6 +219,7 @@ async def running(
     config: ARStageConfig, scheduling: str, executor: str, **changes: Any
 ) -> AsyncIterator[tuple[Pipeline, Reader]]:
     """An engine of its own, and what a subscriber receives of it."""
+    processes = None
     llm = make_llm(config, scheduling, executor, **changes)
     try:
         async with (
@@ -225,9 +227,15 @@ async def running(
             reading(pipeline) as reader,
         ):
             assert (await workers_of(pipeline))[0].overlaps == (scheduling == "async")
+            control = ar_of(pipeline)._control
+            assert control is not None
+            cores = [hello.pid for hello in control.hellos.values()]
+            processes = await asyncio.to_thread(Processes, cores)
             yield pipeline, reader
     finally:
         llm.shutdown(15)  # by default vLLM kills its engine before that has ended its workers
+        if processes is not None:
+            await asyncio.to_thread(processes.end)
 
 
 @contextlib.asynccontextmanager

@@ -60,6 +60,23 @@ async def test_an_idle_engine_that_is_killed_is_noticed_without_a_request() -> N
         await check_dead(pipeline, "engine process is gone")
 
 
+async def test_a_worker_that_a_dead_engine_leaves_behind_is_ended_with_the_pipeline() -> None:
+    """One that waits for another rank does not hear that its engine is gone; nor a stopped one."""
+    async with make_pipeline() as pipeline:
+        await read(pipeline.submit(PROMPT, sampling={"max_tokens": 3}))
+        children = psutil.Process(core_of(pipeline)).children()
+        (worker,) = (p for p in children if "resource_tracker" not in " ".join(p.cmdline()))
+        worker.suspend()
+        os.kill(core_of(pipeline), signal.SIGKILL)
+        async with asyncio.timeout(WITHIN):
+            while pipeline.health().ok:
+                await asyncio.sleep(0.01)
+        assert worker.is_running()
+    async with asyncio.timeout(WITHIN):
+        while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["core", "worker"])
 async def test_a_killed_process_of_the_engine_reaches_every_open_stream(victim: str) -> None:
