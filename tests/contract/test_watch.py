@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 from anyio import to_thread
@@ -47,7 +48,7 @@ OTHERS: list[Any] = [
     *("", b"", [], {}, set(), (), 0, BaseException(), enum, hashlib, hashlib.sha256(), math),
     *(asyncio, asyncio.AbstractEventLoop, asyncio.Event, asyncio.Task, contextlib, to_thread),
     *(logging, logging.getLogger(), mmap, mmap.mmap, memoryview(b""), msgspec, msgspec.Struct),
-    *(msgspec.msgpack, torch.nn),
+    *(msgspec.msgpack, torch.nn, psutil, psutil.Process),
     *(multiprocessing, os, shutil, signal, socket, tempfile, threading, time, weakref),
     *(traceback, traceback.FrameSummary, torch, torch.Tensor, torch.cuda.Stream, torch.nn.Module),
     *(np, np.ndarray, Path),
