@@ -13,6 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "modes.md"
 TIMEOUT_SECONDS = 1500
@@ -59,6 +61,7 @@ class Collected:
         self._failed: set[str] = set()
         self._passed: set[str] = set()
 
+    @pytest.hookimpl(trylast=True)  # after those that `-m` leaves out
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Keep the tests that prove a mode."""
         items[:] = [item for item in items if item.get_closest_marker("mode")]

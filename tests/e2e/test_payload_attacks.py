@@ -205,6 +205,7 @@ async def test_two_engine_cores_give_each_row_once(models: Path) -> None:
             check(p, ids, rows)
 
 
+@pytest.mark.mode("start method `spawn`", "ids and rows")
 async def test_a_spawned_engine_gives_rows_and_keeps_what_the_user_configured(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,15 @@ from tests.omni_models.connector import COLLECTIVES, watched
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
-ALL = pytest.mark.parametrize(("scheduling", "executor"), list(WAYS.values()), ids=list(WAYS))
+# `make test` runs the two that differ most.
+ALL = pytest.mark.parametrize(
+    ("scheduling", "executor"),
+    [
+        pytest.param(*way, marks=() if name in {"sync-uni", "async-mp"} else pytest.mark.slow)
+        for name, way in WAYS.items()
+    ],
+    ids=list(WAYS),
+)
 TWO = pytest.mark.parametrize(
     ("scheduling", "executor"), [("sync", "uni"), ("async", "mp")], ids=["inline", "background"]
 )
@@ -73,9 +81,9 @@ def numbers(reader: Reader, request_id: str, key: str) -> list[tuple[int, list[l
     ("scheduling", "executor", "method"),
     [
         ("sync", "uni", "ngram"),
-        ("sync", "mp", "ngram"),
-        ("sync", "mp", "draft_model"),
-        ("async", "uni", "draft_model"),
+        pytest.param("sync", "mp", "ngram", marks=pytest.mark.slow),
+        pytest.param("sync", "mp", "draft_model", marks=pytest.mark.slow),
+        pytest.param("async", "uni", "draft_model", marks=pytest.mark.slow),
         ("async", "mp", "draft_model"),
     ],
 )
