@@ -7,7 +7,7 @@ ROUNDS ?= 20
 TOKENS ?= 128
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types contract modes cases bench soak faults talker talker-eval check clean
+.PHONY: help setup demo test lint types contract modes versions cases bench soak faults talker talker-eval check clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s%s\n", $$1, $$2}' Makefile
@@ -34,6 +34,9 @@ contract: setup ## vLLM's own scheduler tests, with its schedulers and with ours
 
 modes: setup ## the ways of running vLLM, proven one by one; writes docs/modes.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.modes
+
+versions: setup ## what needs no engine, on vLLM 0.31 and 0.33; writes docs/versions.md
+	$(BIN)/python -m tools.versions
 
 cases: setup ## the public failure cases and the tests that hold them; fails on a gap
 	@$(BIN)/python -m tools.cases

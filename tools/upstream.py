@@ -67,7 +67,8 @@ def fetch(cache: Path) -> Path:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         download(version, unfinished)
-        unpack_tests(next(unfinished.glob("vllm-*.tar.gz")), unfinished / "root")
+        # Its tests only: vLLM itself must come from the environment.
+        unpack(next(unfinished.glob("vllm-*.tar.gz")), unfinished / "root", "tests")
         (unfinished / "root").rename(root)
         shutil.rmtree(unfinished)
     return root
@@ -86,12 +87,12 @@ def download(version: str, folder: Path) -> None:
     )
 
 
-def unpack_tests(sdist: Path, root: Path) -> None:
-    """Unpacks `tests/` and nothing else: vLLM itself must come from the environment."""
+def unpack(sdist: Path, root: Path, *kept: str) -> None:
+    """Unpacks what stands below the sdist's own folder in one of `kept`, and nothing else."""
     with tarfile.open(sdist) as archive:
         for member in archive:
             inside = PurePosixPath(member.name).parts[1:]
-            content = archive.extractfile(member) if inside[:1] == ("tests",) else None
+            content = archive.extractfile(member) if inside[:1] and inside[0] in kept else None
             if content is None or ".." in inside:
                 continue
             target = root.joinpath(*inside)

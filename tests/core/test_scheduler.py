@@ -185,6 +185,22 @@ def test_abort_in_flight_drops_the_step_and_publishes_one_terminal(asynchronous:
     check_complete(run)
 
 
+@pytest.mark.parametrize("final_only", [False, True])
+def test_an_id_in_flight_when_its_request_is_reset_is_sampled_anew_and_published_once(
+    final_only: bool,
+) -> None:
+    run = harness(True, log_stats=False)
+    run.add(make_request("r", max_tokens=8, final_only=final_only))
+    for _ in range(4):
+        run.step()
+    assert run._in_flight
+    # vLLM preempts what runs, and drops what is in flight of it instead of delivering it.
+    assert run.scheduler.reset_prefix_cache(reset_running_requests=True)
+    run.run()
+    assert run.published.ids["r"] == [token("r", k) for k in range(8)]
+    check_complete(run)
+
+
 def test_abort_in_the_stopping_step_and_afterwards_changes_nothing(asynchronous: bool) -> None:
     run = harness(asynchronous)
     run.add(make_request("r", max_tokens=3))
