@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +22,10 @@ log = logging.getLogger(__name__)
 # need alone.
 SHUTDOWN_SECONDS: Final = 15.0
 
+# What ends by itself once its engine core is gone takes milliseconds.
+_LEFT_SECONDS: Final = 3.0
+_LOOK_SECONDS: Final = 0.02
+
 
 class Processes:
     """The processes of an engine: its cores, and what these have started.
@@ -36,16 +41,25 @@ class Processes:
                 self._found += psutil.Process(pid).children(recursive=True)
 
     def end(self) -> None:
-        """Kill what is left of them.
+        """Return when they are gone; what has not ended in time is killed. Blocks.
 
         A core that dies may leave a worker behind: one that waits in a collective for another rank,
         which is not there any more, waits for ever and hears no signal but this.
         """
-        # Compared by when they were started too, so that nobody else's is hit.
-        for process in [process for process in self._found if process.is_running()]:
+        until = time.monotonic() + _LEFT_SECONDS
+        while (left := [p for p in self._found if _is_alive(p)]) and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        for process in left:
             log.warning("a process that vLLM left behind is ended: %d", process.pid)
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it runs: the very process, not a later one of its id, and not one that has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 async def stop(llm: AsyncLLM, processes: Processes | None) -> None:
