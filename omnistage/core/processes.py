@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import select
+import signal
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -24,21 +27,22 @@ SHUTDOWN_SECONDS: Final = 15.0
 
 # What ends by itself once its engine core is gone takes milliseconds.
 _LEFT_SECONDS: Final = 3.0
-_LOOK_SECONDS: Final = 0.02
 
 
 class Processes:
-    """The processes of an engine: its cores, and what these have started.
+    """What an engine's cores have started; to be ended once, in whatever thread.
 
     Args:
         cores: Process ids of its engine cores.
     """
 
     def __init__(self, cores: Iterable[int]) -> None:
-        self._found: list[psutil.Process] = []
-        for pid in cores:
+        self._found: dict[int, int] = {}  # pid by a descriptor, which is this very process's
+        for core in cores:
             with suppress(psutil.NoSuchProcess):
-                self._found += psutil.Process(pid).children(recursive=True)
+                for process in psutil.Process(core).children(recursive=True):
+                    with suppress(ProcessLookupError):
+                        self._found[os.pidfd_open(process.pid)] = process.pid
 
     def end(self) -> None:
         """Return when they are gone; what has not ended in time is killed. Blocks.
@@ -46,20 +50,20 @@ class Processes:
         A core that dies may leave a worker behind: one that waits in a collective for another rank,
         which is not there any more, waits for ever and hears no signal but this.
         """
-        until = time.monotonic() + _LEFT_SECONDS
-        while (left := [p for p in self._found if _is_alive(p)]) and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
-        for process in left:
-            log.warning("a process that vLLM left behind is ended: %d", process.pid)
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    """Whether it runs: the very process, not a later one of its id, and not one that has ended."""
-    with suppress(psutil.NoSuchProcess):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
+        found, self._found = self._found, {}
+        left, until = select.poll(), time.monotonic() + _LEFT_SECONDS
+        for descriptor in found:
+            left.register(descriptor, select.POLLIN)
+        while found and (seconds := until - time.monotonic()) > 0:
+            for descriptor, _ in left.poll(seconds * 1000):
+                left.unregister(descriptor)
+                os.close(descriptor)
+                del found[descriptor]
+        for descriptor, pid in found.items():
+            log.warning("a process that vLLM left behind is ended: %d", pid)
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
 
 
 async def stop(llm: AsyncLLM, processes: Processes | None) -> None:

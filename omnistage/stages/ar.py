@@ -133,7 +133,8 @@ class ARStage:
         self.row_keys = engine.row_keys
         for hello in hellos:
             self._watch(hello.pid)
-        await engine.note_processes([hello.pid for hello in hellos])
+        if self._llm is None:
+            await engine.note_processes([hello.pid for hello in hellos])
         log.info("stage %s started: %s", self.name, self._config.model)
 
     async def split(self, asked: StageInput) -> Sequence[StageInput]:

@@ -14,6 +14,7 @@ import math
 import mmap
 import multiprocessing
 import os
+import select
 import shutil
 import signal
 import socket
@@ -48,7 +49,7 @@ OTHERS: list[Any] = [
     *("", b"", [], {}, set(), (), 0, BaseException(), enum, hashlib, hashlib.sha256(), math),
     *(asyncio, asyncio.AbstractEventLoop, asyncio.Event, asyncio.Task, contextlib, to_thread),
     *(logging, logging.getLogger(), mmap, mmap.mmap, memoryview(b""), msgspec, msgspec.Struct),
-    *(msgspec.msgpack, torch.nn, psutil, psutil.Process),
+    *(msgspec.msgpack, torch.nn, psutil, psutil.Process, select, select.poll()),
     *(multiprocessing, os, shutil, signal, socket, tempfile, threading, time, weakref),
     *(traceback, traceback.FrameSummary, torch, torch.Tensor, torch.cuda.Stream, torch.nn.Module),
     *(np, np.ndarray, Path),
