@@ -252,6 +252,8 @@ def _wire(vllm_config: Any, config: ARStageConfig, control: str, directory: Path
         raise ConfigError(
             f"{ranks} data-parallel ranks cannot share {config.bind}; use port 0", stage=config.name
         )
+    if not isinstance(vllm_config.additional_config or {}, dict):
+        raise ConfigError("additional_config must be a dict, to which it adds", stage=config.name)
     contract, takes_rows = give_payloads(vllm_config, config)
     check_keys(config.processor, payload_keys(contract), contract.model)
     scheduler = vllm_config.scheduler_config

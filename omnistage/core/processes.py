@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 # vLLM sends its engine SIGKILL this long after SIGTERM; its default of 5 s is what workers may
 # need alone.
-SHUTDOWN_SECONDS: Final = 15.0
+_SHUTDOWN_SECONDS: Final = 15.0
 
 # What ends by itself once its engine core is gone takes milliseconds.
 _LEFT_SECONDS: Final = 3.0
@@ -71,7 +71,7 @@ async def stop(llm: AsyncLLM, processes: Processes | None) -> None:
     # vLLM cancels it only after its processes ended, and until then it would report their end.
     if llm.output_handler is not None:
         llm.output_handler.cancel()
-    await to_thread.run_sync(llm.shutdown, SHUTDOWN_SECONDS)
+    await to_thread.run_sync(llm.shutdown, _SHUTDOWN_SECONDS)
     # Reaps one that vLLM had to kill, for which it does not wait.
     multiprocessing.active_children()
     if processes is not None:

@@ -45,9 +45,7 @@ class PayloadWorkerMixin(WorkerBase):
     def load_model(self, **options: Any) -> None:
         """Load the model as vLLM does, and look at what it declares."""
         super().load_model(**options)
-        configured: Any = self.vllm_config.additional_config
-        asked = configured.get(PAYLOAD_OPTIONS, {})
-        self._omni_hooks = ModelHooks(self.get_model(), asked.get("include_hidden"))
+        self._omni_hooks = ModelHooks(self.get_model(), self._omni_option("include_hidden"))
         contract = self._omni_hooks.contract
         self._omni_requests = WorkerRequests(
             all_of_them=contract.preprocesses or contract.postprocesses
@@ -63,8 +61,7 @@ class PayloadWorkerMixin(WorkerBase):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Make the KV cache as vLLM does, and what keeps the rows beside it if they are kept."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        configured: Any = self.vllm_config.additional_config
-        if configured.get(PAYLOAD_OPTIONS, {}).get("prefix_rows") and _is_output_rank():
+        if self._omni_option("prefix_rows") and _is_output_rank():
             self._omni_prefixes = Prefixes(self.vllm_config, kv_cache_config)
 
     def execute_model(
@@ -87,6 +84,11 @@ class PayloadWorkerMixin(WorkerBase):
         taken = self._take()
         output = super().sample_tokens(grammar_output)
         return output if taken is None else with_payload(output, taken)
+
+    def _omni_option(self, name: str) -> Any:
+        """What the stage's configuration says of payloads."""
+        configured: Any = self.vllm_config.additional_config
+        return configured.get(PAYLOAD_OPTIONS, {}).get(name)
 
     def _preprocess(self) -> None:
         if self._omni_scheduled is not None:  # None in a warm-up

@@ -51,7 +51,14 @@ OTHERS: list[Any] = [
     *(logging, logging.getLogger(), mmap, mmap.mmap, memoryview(b""), msgspec, msgspec.Struct),
     *(msgspec.msgpack, torch.nn, psutil, psutil.Process, select, select.poll()),
     *(multiprocessing, os, shutil, signal, socket, tempfile, threading, time, weakref),
-    *(traceback, traceback.FrameSummary, torch, torch.Tensor, torch.cuda.Stream, torch.nn.Module),
+    *(
+        traceback,
+        traceback.FrameSummary,
+        torch,
+        torch.Tensor,
+        torch.cuda.streams.Stream,
+        torch.nn.Module,
+    ),
     *(np, np.ndarray, Path),
 ]
 # What our own model contract asks of a model, and msgspec of its structs.

@@ -260,6 +260,13 @@ async def test_a_stage_that_says_how_to_start_an_engine_is_not_attached() -> Non
         omnistage.attach(
             vllm_config, ARStageConfig(model=str(CHECKPOINT), processor=TokenUpdates())
         )
+    vllm_config.scheduler_config.scheduler_cls = None
+    of_another_kind: Any = object()
+    vllm_config.additional_config = of_another_kind
+    with pytest.raises(ConfigError, match="additional_config must be a dict"):
+        omnistage.attach(
+            vllm_config, ARStageConfig(model=str(CHECKPOINT), processor=TokenUpdates())
+        )
 
 
 async def test_synchronous_speech_is_refused_where_it_would_block_a_loop() -> None:
