@@ -1,0 +1,133 @@
+"""The presets that there are: those that come with omnistage, and those of other packages.
+
+Another package adds its own by an entry point of the group ``omnistage.presets``: its name is the
+preset's, its value names a :class:`~omnistage.models.preset.Preset` or a function that returns one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from omnistage.errors import ConfigError
+from omnistage.models.checkpoint import is_hub_id, open_checkpoint
+from omnistage.models.preset import Preset
+
+if TYPE_CHECKING:
+    from omnistage.models.checkpoint import Checkpoint
+
+log = logging.getLogger(__name__)
+
+GROUP: Final = "omnistage.presets"
+SETTINGS: Final = "omnistage.json"
+"""In a model directory: ``{"preset": NAME, FIELD: VALUE, ...}``, laid over that preset."""
+
+_OWN: Final = {
+    "talker": "omnistage.models.talker.preset:TALKER",
+    "orpheus": "omnistage.models.orpheus:ORPHEUS",
+    "llasa": "omnistage.models.flat:LLASA",
+    "neutts": "omnistage.models.flat:NEUTTS",
+    "flat": "omnistage.models.flat:FLAT",
+}
+
+
+def names() -> list[str]:
+    """The names of all presets."""
+    return list({**_OWN, **_others()})
+
+
+def get(name: str) -> Preset:
+    """A preset by its name.
+
+    Raises:
+        ConfigError: There is none, or what another package says is one is none.
+    """
+    if name in _OWN:
+        module, _, attribute = _OWN[name].partition(":")
+        own: Preset = getattr(importlib.import_module(module), attribute)
+        return own
+    others = _others()
+    if name not in others:
+        near = difflib.get_close_matches(name, names(), 1)
+        raise ConfigError(
+            f"unknown preset {name!r}; known: {', '.join(names())}"
+            + (f". Did you mean {near[0]!r}?" if near else "")
+            + ". A model's directory or hub id (OWNER/NAME) will do too"
+        )
+    point = others[name]
+    try:
+        found: Any = point.load()
+        made = found if isinstance(found, Preset) else found()
+    except Exception as error:  # another package's code
+        raise ConfigError(
+            f"preset {name!r} of {point.value} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(made, Preset):
+        raise ConfigError(f"preset {name!r} of {point.value} is no Preset but {made!r}")
+    return made
+
+
+def find(model: str) -> Preset:
+    """The preset of a name, a model's directory or a hub id.
+
+    A directory or hub id says itself what it is, in ``omnistage.json``, or is recognized by its
+    tokens.
+
+    Raises:
+        ConfigError: There is none, or the checkpoint is of no known family.
+    """
+    known = names()
+    if model in known:
+        return get(model)
+    if not Path(model).expanduser().is_dir() and not is_hub_id(model):
+        return get(model)  # says what there is
+    for name in known:
+        if name in _OWN and (preset := get(name)).model == model:
+            return preset
+    checkpoint = open_checkpoint(model)
+    if checkpoint.has(SETTINGS):
+        return _told(checkpoint)
+    checkpoint.tokens()  # what is missing is said once
+    fitting = [preset for preset in map(_maybe, known) if preset and preset.recognizes(checkpoint)]
+    if len(fitting) != 1:
+        what = "of several families" if fitting else "of no family that omnistage knows"
+        raise ConfigError(
+            f"{model} is {what} ({', '.join(p.name for p in fitting) or ', '.join(known)}); name "
+            f"one and give it the model, as with `--model orpheus --set model={model}`, or say in "
+            f"{SETTINGS} there what it is"
+        )
+    return fitting[0].changed({"model": model})
+
+
+def _told(checkpoint: Checkpoint) -> Preset:
+    """The preset that a checkpoint's own settings describe."""
+    settings = checkpoint.json(SETTINGS)
+    name = settings.pop("preset", None)
+    if not isinstance(name, str):
+        raise ConfigError(f'{SETTINGS} of {checkpoint.where} needs a "preset", the name of one')
+    decoder = settings.get("decoder")
+    if isinstance(decoder, dict) and isinstance(decoder.get("model"), str):
+        inside = checkpoint.directory / decoder["model"]
+        if inside.is_dir():
+            decoder["model"] = str(inside)
+    return get(name).changed({"model": checkpoint.where, **settings})
+
+
+def _maybe(name: str) -> Preset | None:
+    try:
+        return get(name)
+    except ConfigError as error:
+        log.warning("%s", error)
+        return None
+
+
+def _others() -> dict[str, metadata.EntryPoint]:
+    return {
+        point.name: point
+        for point in metadata.entry_points(group=GROUP)
+        if point.name not in _OWN  # nobody takes a name of ours
+    }

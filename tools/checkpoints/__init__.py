@@ -1,0 +1,1 @@
+"""Small checkpoints in the formats that public ones have: real layouts, seeded weights."""
