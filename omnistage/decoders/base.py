@@ -6,6 +6,7 @@ windows that it sees.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,6 +19,29 @@ if TYPE_CHECKING:
 
 Rows = npt.NDArray[np.float32]
 """What a decoder computes for a window: [frames * rows_per_frame, ...]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """What a decoder declares, apart from the decoder: known before any weights are loaded.
+
+    Attributes:
+        sample_rate: As in :class:`Decoder`, and so are the others.
+        hop_length: Samples of audio a frame stands for.
+        codebooks: Indices in a frame.
+        codebook_size: Every index is in ``[0, codebook_size)``.
+        left_context: Frames before a frame that its audio depends on.
+        right_context: Frames after a frame that its audio depends on.
+        deterministic: Whether equal codes give equal audio.
+    """
+
+    sample_rate: int
+    hop_length: int
+    codebooks: int
+    codebook_size: int
+    left_context: int
+    right_context: int
+    deterministic: bool = True
 
 
 @runtime_checkable

@@ -1,158 +1,92 @@
-"""EnCodec through transformers: the reference decoder, small enough for tests with seeded weights.
-
-Knows how much context transformers' layers need; torch and transformers load when one is made.
-"""
+"""EnCodec through transformers: the smallest decoder of a published codec."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from omnistage.errors import ConfigError, DecoderError
+from omnistage.decoders.base import Declaration
+from omnistage.decoders.checkpoint import chosen, factors, positive
+from omnistage.decoders.transformers_codec import TransformersCodec
+from omnistage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Mapping
 
-    from transformers import EncodecConfig, EncodecModel
-
-    from omnistage.request import Codes, Pcm
+    import torch
 
 _LSTM_MEMORY = 25
 """Frames after which the decoder's LSTM has forgotten: 7e-7 of full scale (10 leave 4e-4)."""
 
 
-class EncodecDecoder:
-    """EnCodec's decoder, mono and causal, on the CPU.
+class EncodecDecoder(TransformersCodec):
+    """EnCodec's decoder, mono and causal: up to 32 indices of 1024, 75 frames a second, 24 kHz.
 
     Declares 25 frames of left context. The lookahead, 6 frames with the default configuration, is
     needed at the start of a clip only: the first layer pads it with its own reflection.
-
-    Args:
-        model: A transformers model in evaluation mode.
-        codebooks: How many of the model's quantizers a frame uses.
-
-    Raises:
-        ConfigError: The model is not mono, not causal or works in chunks of its own, or it has
-            fewer quantizers than asked for.
     """
 
-    deterministic = True
-    left_context = _LSTM_MEMORY
+    label = "EnCodec"
+    model_type = "encodec"
+    model_class = "EncodecModel"
+    config_class = "EncodecConfig"
+    unused = ("encoder",)
 
-    def __init__(self, model: EncodecModel, *, codebooks: int) -> None:
-        config = model.config
-        if config.audio_channels != 1 or not config.use_causal_conv or config.chunk_length_s:
+    @classmethod
+    def declare(cls, config: Mapping[str, Any], /, *, codebooks: int = 8) -> Declaration:
+        """As :meth:`TorchCodec.declare`.
+
+        Args:
+            config: The contents of config.json.
+            codebooks: How many of the model's quantizers a frame uses.
+
+        Raises:
+            ConfigError: Another architecture, one that is not mono, not causal or works in chunks
+                of its own, or too many codebooks.
+        """
+        cls._check(config)
+        if (
+            config.get("audio_channels", 1) != 1
+            or not config.get("use_causal_conv", True)
+            or config.get("chunk_length_s")
+        ):
             raise ConfigError(
-                "EncodecDecoder streams mono causal models without chunks of their own, such as "
+                f"{cls.__name__} streams mono causal models without chunks of their own, such as "
                 "the 24 kHz one"
             )
-        if not 1 <= codebooks <= config.num_quantizers:
-            raise ConfigError(
-                f"codebooks must be in [1, {config.num_quantizers}] for this model, got {codebooks}"
-            )
-        self._model: Any = model
-        self.codebooks = codebooks
-        self.codebook_size: int = config.codebook_size
-        self.sample_rate: int = config.sampling_rate
-        self.hop_length = math.prod(config.upsampling_ratios)
-        self.right_context: int = config.kernel_size - 1 if config.pad_mode == "reflect" else 0
+        reflects = config.get("pad_mode", "reflect") == "reflect"
+        return Declaration(
+            sample_rate=positive(config, "sampling_rate", 24000),
+            hop_length=_hop(config),
+            codebooks=chosen(codebooks, _quantizers(config)),
+            codebook_size=positive(config, "codebook_size", 1024),
+            left_context=_LSTM_MEMORY,
+            right_context=positive(config, "kernel_size", 7) - 1 if reflects else 0,
+        )
 
     @classmethod
-    def from_config(
-        cls, config: EncodecConfig | None = None, *, codebooks: int = 8, seed: int = 0
-    ) -> EncodecDecoder:
-        """A decoder with random weights, equal for equal seeds.
+    def _fill(cls, model: Any) -> None:
+        for layer in model.quantizer.layers:
+            # transformers leaves codebooks at zero, which would make every code sound alike.
+            layer.codebook.embed.normal_()
 
-        Args:
-            config: The architecture; without one, that of the 24 kHz model.
-            codebooks: How many quantizers a frame uses.
-            seed: Where the weights come from; torch's global generator is left as it was.
+    def _padding_group(self, length: int) -> int:
+        # Causal, except that a window too short for the first layer's reflection would find the
+        # padding in it.
+        return length if length <= self.right_context else 0
 
-        Raises:
-            ConfigError: torch or transformers is missing, or as for the class.
-        """
-        torch, transformers = _libraries()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = transformers.EncodecModel(config or transformers.EncodecConfig())
-            for layer in model.quantizer.layers:
-                # transformers leaves codebooks at zero, which would make every code sound alike.
-                layer.codebook.embed.normal_()
-        return cls(model.eval(), codebooks=codebooks)
-
-    @classmethod
-    def from_pretrained(cls, path: str | Path, *, codebooks: int = 8) -> EncodecDecoder:
-        """A decoder with trained weights.
-
-        Args:
-            path: What transformers accepts: a directory or the name of a model.
-            codebooks: How many quantizers a frame uses.
-
-        Raises:
-            ConfigError: torch or transformers is missing, the model is not there, or as for the
-                class.
-        """
-        _, transformers = _libraries()
-        try:
-            model = transformers.EncodecModel.from_pretrained(str(path))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"no EnCodec model could be loaded from {path}: {error}") from error
-        return cls(model.eval(), codebooks=codebooks)
-
-    def decode(self, windows: Sequence[Codes]) -> list[Pcm]:
-        """Decode windows of codes, each [frames, codebooks], into [frames * hop_length] samples.
-
-        Raises:
-            DecoderError: A window has no frames.
-        """
-        audio: list[Pcm] = [np.zeros(0, np.float32)] * len(windows)
-        for indices in self._batches([len(window) for window in windows]):
-            for index, pcm in zip(
-                indices, self._decode([windows[i] for i in indices]), strict=True
-            ):
-                audio[index] = pcm
-        return audio
-
-    def _batches(self, lengths: list[int]) -> list[list[int]]:
-        """Which windows may be padded to one length.
-
-        Padding follows a window's frames and all layers look back, so it changes nothing, except
-        that a window too short for the first layer's reflection would find padding in it.
-        """
-        batches: dict[int, list[int]] = {}
-        for index, length in enumerate(lengths):
-            if length < 1:
-                raise DecoderError("EncodecDecoder cannot decode a window without frames")
-            batches.setdefault(length if length <= self.right_context else 0, []).append(index)
-        return list(batches.values())
-
-    def _decode(self, windows: list[Codes]) -> list[Pcm]:
-        import torch
-
-        longest = max(len(window) for window in windows)
-        codes = np.zeros((1, len(windows), self.codebooks, longest), np.int64)
-        for row, window in zip(codes[0], windows, strict=True):
-            row[:, : len(window)] = window.T
-        with torch.inference_mode():
-            audio = self._model.decode(
-                torch.from_numpy(codes), [None]
-            ).audio_values  # [n, 1, samples]
-        samples = audio[:, 0].float().numpy()
-        return [
-            pcm[: len(window) * self.hop_length]
-            for pcm, window in zip(samples, windows, strict=True)
-        ]
+    def _forward(self, codes: torch.Tensor) -> torch.Tensor:
+        audio: torch.Tensor = self._model.decode(codes[None], [None]).audio_values
+        return audio[:, 0]
 
 
-def _libraries() -> tuple[Any, Any]:
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f"EncodecDecoder needs {error.name}: install omnistage[codecs]"
-        ) from error
-    return torch, transformers
+def _hop(config: Mapping[str, Any]) -> int:
+    return math.prod(factors(config, "upsampling_ratios", (8, 5, 4, 2)))
+
+
+def _quantizers(config: Mapping[str, Any]) -> int:
+    """As many as the highest bandwidth has room for."""
+    bandwidths = config.get("target_bandwidths") or (1.5, 3.0, 6.0, 12.0, 24.0)
+    frames = math.ceil(positive(config, "sampling_rate", 24000) / _hop(config))
+    bits = math.ceil(math.log2(positive(config, "codebook_size", 1024)))
+    return int(1000 * bandwidths[-1] // (frames * bits))
