@@ -1,48 +1,67 @@
 """Models that come with omnistage and presets for public ones, each loaded when it is asked for.
 
-A model's package holds all that is special about it; the stages know none of it.
+A preset holds all that is special about a family of checkpoints; the stages know none of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omnistage.config import ARStageConfig
 from omnistage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from omnistage.config import ARStageConfig, DecoderStageConfig
+    from omnistage.config import DecoderStageConfig
+    from omnistage.models.preset import Preset
 
 
-def load_preset(name: str, /, **changes: Any) -> tuple[ARStageConfig, DecoderStageConfig]:
-    """The stages of a preset.
+def load_preset(model: str, /, **changes: Any) -> tuple[ARStageConfig, DecoderStageConfig]:
+    """The stages of a model that omnistage knows how to set up.
+
+    It looks at the checkpoint's small files, which takes a second where the vocabulary is large; a
+    hub id's are fetched.
 
     Args:
-        name: The preset's name; ``talker`` is the one there is.
-        changes: Fields of its :class:`~omnistage.config.ARStageConfig` to replace; ``engine_args``
-            are laid over the preset's own.
+        model: A preset's name, or the directory or hub id of a model of a known family.
+        changes: Fields of the preset to replace, or else of its AR stage's configuration; a mapping
+            is laid over the preset's own.
 
     Raises:
-        ConfigError: An unknown preset or field, engine arguments that the preset cannot work with,
-            or a checkpoint that is not in order.
+        ConfigError: An unknown preset, family or field, or a checkpoint that is not in order.
     """
-    if name != "talker":
-        raise ConfigError(f"unknown preset {name!r}; known: 'talker'")
-    from omnistage.models.talker.preset import TALKER
-
-    preset = TALKER
-    if "model" in changes:
-        preset = dataclasses.replace(TALKER, model=Path(changes.pop("model")))
+    preset, own = _changed(model, changes)
     ar, decoder = preset.stages()
-    changes["engine_args"] = {**ar.engine_args, **changes.get("engine_args", {})}
-    if changes["engine_args"].get("speculative_config"):
-        raise ConfigError(
-            "the talker's structure is enforced by a logits processor, which vLLM cannot combine "
-            "with speculative decoding; leave speculative_config out"
-        )
     try:
-        return dataclasses.replace(ar, **changes), decoder
+        return dataclasses.replace(ar, **own), decoder
     except TypeError as error:
-        known = ", ".join(field.name for field in dataclasses.fields(ar))
-        raise ConfigError(f"a preset's AR stage has the fields {known}: {error}") from error
+        raise ConfigError(f"the AR stage: {error}") from error
+
+
+def describe_preset(model: str, /, **changes: Any) -> dict[str, Any]:
+    """What :func:`load_preset` would set up, in plain values, without loading weights.
+
+    Raises:
+        ConfigError: As :func:`load_preset`.
+    """
+    preset, _ = _changed(model, changes)
+    return preset.describe()
+
+
+def _changed(model: str, changes: dict[str, Any]) -> tuple[Preset, dict[str, Any]]:
+    """A preset with its changes, and those that are its AR stage's."""
+    from omnistage.models.catalog import find
+
+    preset = find(model)
+    fields = {field.name for field in dataclasses.fields(preset)}
+    # What both have, such as `model`, is the preset's.
+    of_stage = {field.name for field in dataclasses.fields(ARStageConfig)} - fields
+    own = {name: value for name, value in changes.items() if name in of_stage}
+    for name in changes:
+        if name not in fields | of_stage:
+            raise ConfigError(
+                f"preset {preset.name!r} has no {name!r}; it has {', '.join(sorted(fields))}, and "
+                f"its AR stage {', '.join(sorted(of_stage))}"
+            )
+    rest = {name: value for name, value in changes.items() if name not in of_stage}
+    return preset.changed(rest), own

@@ -184,9 +184,7 @@ def _checked_size(path: Path) -> int:
                 raise ConfigError(f"{path} is no safetensors file, or was not copied to its end")
             header = msgspec.json.decode(file.read(length))
             ends = [
-                entry["data_offsets"][1]
-                for name, entry in header.items()
-                if name != "__metadata__"
+                entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
             ]
     except FileNotFoundError as error:
         raise ConfigError(f"{path} is missing; the checkpoint was not copied whole") from error

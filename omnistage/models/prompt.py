@@ -16,6 +16,7 @@ from anyio import to_thread
 
 from omnistage.adapters.input import EngineInput, copy_prompt, merge
 from omnistage.errors import ConfigError, InvalidRequest
+from omnistage.sentences import sentences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +47,7 @@ class Template:
     """
 
     def __init__(self, text: str, tokens: Mapping[str, int], where: str) -> None:
-        self.fields = {name for name in _FIELD.findall(text)}
+        self.fields = set(_FIELD.findall(text))
         if unknown := self.fields - set(FIELDS):
             raise ConfigError(
                 f"a prompt has no field {sorted(unknown)[0]!r}; it may have {', '.join(FIELDS)}"
@@ -115,7 +116,7 @@ class PromptInput:
         Raises:
             ConfigError: A package is missing, or the tokenizer is none.
         """
-        await to_thread.run_sync(self._ids, "Hello.", None)
+        await to_thread.run_sync(self._load)
 
     def split(self, stage_input: StageInput) -> Sequence[StageInput]:
         """One request, or several where the caller wants a long text sentence by sentence.
@@ -135,7 +136,7 @@ class PromptInput:
                 "by_sentence=True has a longer one said sentence by sentence",
                 parameter="prompt",
             )
-        return [replace(stage_input, prompt=piece) for piece in cut(text, limit)]
+        return [replace(stage_input, prompt=piece) for piece in sentences(text, limit)]
 
     async def adapt(self, stage_input: StageInput) -> EngineInput:
         """Make the prompt, in a thread.
@@ -147,7 +148,7 @@ class PromptInput:
         prompt = copy_prompt(stage_input.prompt)
         if not isinstance(prompt, str):
             return EngineInput(prompt=prompt, sampling=sampling)
-        ids = await to_thread.run_sync(self._ids, prompt, stage_input.voice)
+        ids = await to_thread.run_sync(self.ids, prompt, stage_input.voice)
         return EngineInput(prompt=ids, sampling=sampling)
 
     def _limit(self, stage_input: StageInput) -> int:
@@ -157,7 +158,20 @@ class PromptInput:
             return self.max_text * asked // own
         return self.max_text
 
-    def _ids(self, text: str, voice: str | None) -> list[int]:
+    def _load(self) -> None:
+        self._encode(self._say("Hello."))
+
+    def ids(self, text: str, voice: str | None = None) -> list[int]:
+        """The prompt's ids.
+
+        Args:
+            text: What to say.
+            voice: Who says it.
+
+        Raises:
+            InvalidRequest: A voice that is not there, or nothing to say.
+            ConfigError: A package is missing, or the tokenizer is none.
+        """
         name = self.voices.name_of(voice)
         recorded = self.voices.reference(name)
         values = {"text": self._say(text.strip()), "voice": name or ""}
@@ -203,7 +217,7 @@ def plain_tokenizer(checkpoint: Checkpoint) -> Any:
             "omnistage[gpu]"
         ) from error
     # What it adds on its own is the template's to say.
-    own = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+    own: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
     described = {**checkpoint.json("tokenizer.json"), **own}
     try:
         return Tokenizer.from_str(msgspec.json.encode(described).decode())

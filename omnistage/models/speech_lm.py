@@ -155,9 +155,7 @@ class SpeechLM(Preset):
             engine_args=self._engine_args(),
             codec=self.name,
         )
-        return ar, DecoderStageConfig(
-            build=self.decoder.build, chunks=self.chunks, codec=self.name
-        )
+        return ar, DecoderStageConfig(build=self.decoder.build, chunks=self.chunks, codec=self.name)
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         """Whether its tokenizer has the tokens that the preset names, where it names them."""
@@ -166,38 +164,39 @@ class SpeechLM(Preset):
             return False
         try:
             tokens = checkpoint.tokens()
-            return self._range_of(tokens, self.model) is not None and self.end in tokens
+            return self._range_of(tokens) is not None and self.end in tokens
         except ConfigError:
             return False
 
     def describe(self) -> dict[str, Any]:
         """See :meth:`Preset.describe`."""
-        ar, decoder = self.stages()
-        adapter, frames = ar.input_adapter, ar.processor
-        declared = self.decoder.declare()
+        ar, _ = self.stages()
         checkpoint = open_checkpoint(self.model, revision=self.engine_args.get("revision"))
-        example = []
-        if isinstance(adapter, PromptInput) and not self.phonemes and not self.recorded:
-            example = adapter._ids("Hello.", None)
-        assert isinstance(frames, CodecFrames)
-        assert isinstance(adapter, PromptInput)
+        frames, end, _ = self._vocabulary(checkpoint)
+        declared = self.decoder.declare()
+        frame_seconds = declared.hop_length / declared.sample_rate
         most = self.sampling.get("max_tokens", 0) // self.codes.codebooks
+        voices = getattr(ar.input_adapter, "voices", None)
         return {
             **Preset.describe(self),
-            "sampling": dict(adapter.sampling),
             "licence": self.licence,
             "weights_bytes": checkpoint.weight_bytes(),
+            "prompt": self.prompt,
+            "phonemes": self.phonemes,
+            "voices": list(voices.known) if isinstance(voices, Voices) else [],
+            "max_text": self.max_text,
+            "max_audio_seconds": round(most * frame_seconds, 2),
             "codes": {
                 "first_id": frames.first_id,
                 "codebooks": frames.codebooks,
                 "codebook_size": frames.codebook_size,
+                "end_id": end,
             },
-            "decoder": {**dataclasses.asdict(self.decoder), **dataclasses.asdict(declared)},
-            "voices": list(adapter.voices.known),
-            "max_text": self.max_text,
-            "max_audio_seconds": round(most * declared.hop_length / declared.sample_rate, 2),
-            "prompt": self.prompt,
-            "prompt_of_hello": example,
+            "decoder": {
+                **dataclasses.asdict(self.decoder),
+                **dataclasses.asdict(declared),
+                "first_audio_frames": self.chunks.size(0) + declared.right_context,
+            },
         }
 
     def _check_given(self) -> None:
@@ -233,7 +232,7 @@ class SpeechLM(Preset):
                 f"{self.end!r} is id {end}, and the head of {self.model} has {size} ids: no "
                 "request would ever end"
             )
-        found = self._range_of(tokens, self.model)
+        found = self._range_of(tokens)
         if found is None:
             raise ConfigError(
                 f"{self.model} is no checkpoint of preset {self.name!r}: from "
@@ -271,9 +270,7 @@ class SpeechLM(Preset):
             ("sample_rate", self.sample_rate),
         ):
             if (has := getattr(declared, name)) != wanted:
-                raise ConfigError(
-                    f"{where} has {name} {has}, preset {self.name!r} needs {wanted}"
-                )
+                raise ConfigError(f"{where} has {name} {has}, preset {self.name!r} needs {wanted}")
 
     def _engine_args(self) -> dict[str, Any]:
         args = {
@@ -288,9 +285,8 @@ class SpeechLM(Preset):
             args.setdefault("max_num_batched_tokens", args.get("max_model_len"))
         return args
 
-    def _range_of(self, tokens: Mapping[str, int], where: str) -> int | None:
+    def _range_of(self, tokens: Mapping[str, int]) -> int | None:
         """The id of code 0, if the ids up to the last code are as many as there should be."""
-        del where
         if self._span(tokens) != self.codes.codebooks * self.codes.codebook_size:
             return None
         return self._id_of(self.codes.first, tokens)

@@ -118,7 +118,7 @@ class Voices:
         sound = (
             values.dtype.kind in "iu"
             and 0 < values.size <= _MAX_CODES
-            and 0 <= values.min()
+            and values.min() >= 0
             and values.max() < self.codebook_size
         )
         if not text or not sound:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from anyio import to_thread
@@ -17,6 +18,7 @@ from omnistage.adapters.input import EngineInput, copy_prompt, merge
 from omnistage.adapters.processor import Emission
 from omnistage.config import ARStageConfig, DecoderStageConfig
 from omnistage.errors import ConfigError, InvalidRequest
+from omnistage.models.preset import Preset
 from omnistage.models.talker.frames import UnitFrames, UnitFramesState
 from omnistage.models.talker.layout import CHECKPOINT, Layout, read_layout
 from omnistage.models.talker.pieces import pieces
@@ -25,11 +27,11 @@ from omnistage.request import ChunkPolicy, Payload
 from omnistage.stages.environment import is_cpu_build
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Sequence
 
     from omnistage.adapters.processor import Step
     from omnistage.decoders.base import Decoder
+    from omnistage.models.checkpoint import Checkpoint
     from omnistage.request import FinishReason, StageInput, Start
 
 MAX_TEXT: Final = 100_000
@@ -43,20 +45,8 @@ CODEC: Final = "talker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TalkerPreset:
-    """A talker and how it runs well.
-
-    Args:
-        model: Its model directory, with the decoder's weights in ``code2wav``.
-        sampling: Fields of vLLM's ``SamplingParams`` that a request may replace.
-        engine_args: Fields of vLLM's ``AsyncEngineArgs``.
-        chunks: Chunk sizes of a request that sets none.
-    """
-
-    model: Path
-    sampling: Mapping[str, Any]
-    engine_args: Mapping[str, Any]
-    chunks: ChunkPolicy
+class TalkerPreset(Preset):
+    """A talker and how it runs well; its decoder's weights are in its ``code2wav``."""
 
     def decoder(self) -> Decoder:
         """The decoder, with its weights loaded.
@@ -70,18 +60,27 @@ class TalkerPreset:
             raise ConfigError(
                 f"the talker decodes with {error.name}: install omnistage[talker]"
             ) from error
-        return TalkerDecoder(self.model / "code2wav")
+        return TalkerDecoder(Path(self.model) / "code2wav")
 
     def stages(self) -> tuple[ARStageConfig, DecoderStageConfig]:
-        """The two stages of a pipeline."""
+        """See :meth:`Preset.stages`."""
+        if self.engine_args.get("speculative_config"):
+            raise ConfigError(
+                "the talker's structure is enforced by a logits processor, which vLLM cannot "
+                "combine with speculative decoding; leave speculative_config out"
+            )
         ar = ARStageConfig(
-            model=str(self.model),
-            processor=TalkerFrames(layout=read_layout(self.model)),
+            model=self.model,
+            processor=TalkerFrames(layout=read_layout(Path(self.model))),
             input_adapter=TalkerInput(self),
             engine_args={**self.engine_args, "logits_processors": [_forcing()]},
             codec=CODEC,
         )
         return ar, DecoderStageConfig(build=self.decoder, chunks=self.chunks, codec=CODEC)
+
+    def recognizes(self, checkpoint: Checkpoint) -> bool:
+        """Whether its configuration says what its ids are."""
+        return "talker" in checkpoint.config()
 
 
 def _forcing() -> str:
@@ -100,7 +99,7 @@ class TalkerInput:
 
     def __init__(self, preset: TalkerPreset) -> None:
         self._sampling = preset.sampling
-        self._text = TextStep(read_layout(preset.model))
+        self._text = TextStep(read_layout(Path(preset.model)))
 
     async def start(self) -> None:
         """Load hibari's tables, which takes 0.4 s.
@@ -177,7 +176,10 @@ class TalkerFrames(msgspec.Struct, frozen=True, kw_only=True):
 
 
 TALKER = TalkerPreset(
-    model=CHECKPOINT,
+    name="talker",
+    summary="the embedded voice: small, American English, comes with the package",
+    licence="Apache-2.0",
+    model=str(CHECKPOINT),
     sampling=MappingProxyType(
         # A stop id, since an engine without a tokenizer takes no end from the model.
         {"temperature": 0.3, "top_p": 0.9, "max_tokens": 1400, "stop_token_ids": [2]}
