@@ -1,6 +1,7 @@
 """Long text to pieces that the talker speaks well: at sentence ends, at commas, then elsewhere.
 
-Nothing is dropped, moved or changed: the pieces together hold the words of the text.
+Sentences are those of :mod:`omnistage.sentences`. Nothing is dropped, moved or changed: the pieces
+together hold the words of the text.
 """
 
 from __future__ import annotations
@@ -8,62 +9,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from omnistage.sentences import CLAUSE, sentences
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_ABBREVIATIONS: Final = frozenset(
-    [
-        "mr",
-        "mrs",
-        "ms",
-        "dr",
-        "prof",
-        "st",
-        "sr",
-        "jr",
-        "vs",
-        "etc",
-        "e.g",
-        "i.e",
-        "gen",
-        "col",
-        "lt",
-        "sgt",
-        "capt",
-        "rev",
-        "hon",
-        "approx",
-        "dept",
-        "est",
-        "inc",
-        "ltd",
-        "co",
-        "corp",
-        "a.m",
-        "p.m",
-        "jan",
-        "feb",
-        "mar",
-        "apr",
-        "jun",
-        "jul",
-        "aug",
-        "sep",
-        "sept",
-        "oct",
-        "nov",
-        "dec",
-        "u.s",
-        "u.k",
-    ]
-)
-_BEFORE_A_NUMBER: Final = frozenset(["no", "nos", "vol", "fig", "p", "pp", "ch"])
-_AT_AN_END_TOO: Final = frozenset(
-    ["etc", "a.m", "p.m", "inc", "ltd", "co", "corp", "jr", "sr", "u.s", "u.k"]
-)
-# Whatever closes a sentence, with the quotes and brackets behind it.
-_END: Final = re.compile(r"""[.!?…]+['")\]’”»]*(?=\s)|\n\s*\n""")  # noqa: RUF001
-_CLAUSE: Final = re.compile(r"""[,;:—–][’”"')\]]*(?=\s)|\s[-–—](?=\s)""")  # noqa: RUF001
 _WORD: Final = re.compile(r"\d|[^\W\d_]+(?:['’.][^\W\d_]+)*")  # noqa: RUF001
 # A clause may begin with one of these; where there is no comma, a cut before one is heard least.
 _OPENERS: Final = frozenset(
@@ -126,36 +76,12 @@ def pieces(text: str, most: int, is_said: Callable[[str], object] = count) -> li
         is the only piece.
     """
     cut: list[str] = []
-    for sentence in _said(_sentences(text), is_said):
+    for sentence in _said(sentences(text), is_said):
         if count(sentence) <= most:
             cut.append(sentence)
         else:
             cut += _packed(_clauses(sentence, most, is_said), most)
     return cut or [text]
-
-
-def _sentences(text: str) -> list[str]:
-    found, start = [], 0
-    for match in _END.finditer(text):
-        if not _is_inside(text, match):
-            found.append(text[start : match.end()].strip())
-            start = match.end()
-    return [*found, text[start:].strip()]
-
-
-def _is_inside(text: str, match: re.Match[str]) -> bool:
-    """Whether what looks like a sentence's end is the dot of an abbreviation or an initial."""
-    if not match.group().startswith("."):
-        return False
-    word = text[: match.start()].rsplit(None, 1)[-1:]
-    bare = word[0].lstrip("('\"[“‘").lower() if word else ""  # noqa: RUF001
-    following = text[match.end() :].lstrip()[:1]
-    if len(bare) == 1 and bare.isalpha() and bare != "i":
-        return True
-    if bare in _BEFORE_A_NUMBER:
-        return following.isdigit()
-    # At a sentence's end an abbreviation's dot is the sentence's too: "At 5 p.m. Then we left."
-    return bare in _ABBREVIATIONS and not (bare in _AT_AN_END_TOO and following.isupper())
 
 
 def _said(parts: list[str], is_said: Callable[[str], object]) -> list[str]:
@@ -178,7 +104,7 @@ def _said(parts: list[str], is_said: Callable[[str], object]) -> list[str]:
 def _clauses(sentence: str, most: int, is_said: Callable[[str], object]) -> list[str]:
     """A sentence cut behind its commas; a clause that is still too long, between words."""
     found, start = [], 0
-    for match in _CLAUSE.finditer(sentence):
+    for match in CLAUSE.finditer(sentence):
         found.append(sentence[start : match.end()].strip())
         start = match.end()
     found.append(sentence[start:].strip())
