@@ -99,20 +99,19 @@ class Pipeline:
         self._host: asyncio.Task[None] | None = None
 
     @classmethod
-    def from_preset(cls, name: str, /, **changes: Any) -> Self:
+    def from_preset(cls, model: str, /, **changes: Any) -> Self:
         """A pipeline that omnistage knows how to set up.
 
         Args:
-            name: ``talker``, the embedded voice.
-            changes: Fields of the preset's :class:`~omnistage.config.ARStageConfig` to replace;
-                ``engine_args`` are laid over the preset's own.
+            model: A preset's name, or a model's directory or hub id.
+            changes: Fields of the preset or its AR stage; see :func:`omnistage.models.load_preset`.
 
         Raises:
-            ConfigError: An unknown preset or field.
+            ConfigError: An unknown preset or field, or a checkpoint that is not in order.
         """
         from omnistage.models import load_preset
 
-        ar, decoder = load_preset(name, **changes)
+        ar, decoder = load_preset(model, **changes)
         return cls(ar=ar, decoder=decoder)
 
     @classmethod

@@ -28,7 +28,7 @@ STAMP = VENV / ".omnistage-ready"
 LOG = ROOT / ".cache" / "setup.log"
 
 OLDEST = (3, 11)
-EXTRAS = "cpu,codecs,snac,talker,cli,audio,plot,dev"
+EXTRAS = "cpu,codecs,snac,phonemes,talker,cli,audio,plot,dev"
 TORCH = "torch==2.13.0+cpu"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # vLLM depends on them, a text and audio-token stage imports none, and built for another torch than

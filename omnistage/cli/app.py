@@ -18,6 +18,20 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="A preset of `omnistage models`, or the directory or hub id of a model of its kind.",
+    ),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Replace a piece of the preset, as in decoder.device=cuda; may be given again.",
+    ),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -42,6 +56,12 @@ def speak(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The wav file to write.", dir_okay=False)
     ],
+    model: Model = None,
+    settings: Set = None,
+    voice: Annotated[str | None, typer.Option(help="A voice of the model's.")] = None,
+    by_sentence: Annotated[
+        bool, typer.Option(help="Say a long text sentence by sentence, as one.")
+    ] = False,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Makes the same speech again, on the same machine.")
     ] = None,
@@ -59,20 +79,23 @@ def speak(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Speak TEXT with the embedded talker, into a wav file."""
-    from omnistage.cli.speak import run
+    """Speak TEXT, with the embedded talker or another model, into a wav file."""
+    from omnistage.cli.speak import Asked, run
 
-    raise typer.Exit(
-        run(
-            text,
-            output,
-            seed=seed,
-            timeline=timeline,
-            connect=connect or [],
-            keys=keys,
-            json=json,
-        )
+    asked = Asked(
+        text=text,
+        output=output,
+        model=model,
+        settings=settings or [],
+        voice=voice,
+        by_sentence=by_sentence,
+        seed=seed,
+        timeline=timeline,
+        connect=connect or [],
+        keys=keys,
+        json=json,
     )
+    raise typer.Exit(run(asked))
 
 
 stages = typer.Typer(
@@ -82,7 +105,6 @@ stages = typer.Typer(
 )
 app.add_typer(stages)
 
-Preset = Annotated[str, typer.Option(help="Whose stage to run.")]
 Config = Annotated[
     str | None,
     typer.Option(help="MODULE:NAME of a stage's configuration, in place of a preset."),
@@ -102,9 +124,9 @@ Drain = Annotated[
 
 @stages.command("ar")
 def stage_ar(
-    preset: Preset = "talker",
+    model: Model = None,
+    settings: Set = None,
     config: Config = None,
-    model: Annotated[str | None, typer.Option(help="Another checkpoint for it.")] = None,
     bind: Bind = "ipc",
     keys: Keys = None,
     metrics: Metrics = None,
@@ -115,7 +137,8 @@ def stage_ar(
     from omnistage.cli.stage import Options, run_ar
 
     options = Options(
-        preset=preset,
+        model=model,
+        settings=settings or [],
         config=config,
         bind=bind,
         keys=keys,
@@ -123,7 +146,7 @@ def stage_ar(
         drain=drain,
         json=json,
     )
-    raise typer.Exit(run_ar(options, model=model))
+    raise typer.Exit(run_ar(options))
 
 
 @stages.command("decoder")
@@ -132,7 +155,8 @@ def stage_decoder(
     within: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for it; it may be starting.")
     ] = 60.0,
-    preset: Preset = "talker",
+    model: Model = None,
+    settings: Set = None,
     config: Config = None,
     bind: Bind = "ipc",
     keys: Keys = None,
@@ -144,7 +168,8 @@ def stage_decoder(
     from omnistage.cli.stage import Options, run_decoder
 
     options = Options(
-        preset=preset,
+        model=model,
+        settings=settings or [],
         config=config,
         bind=bind,
         keys=keys,
@@ -170,8 +195,18 @@ def keys(
 
 
 @app.command()
-def check(json: Json = False) -> None:
-    """Say what is installed, what runs here, and what would not and why."""
-    from omnistage.cli.check import run
+def models(json: Json = False) -> None:
+    """List the presets: the models that --model knows."""
+    from omnistage.cli.models import run
 
     raise typer.Exit(run(json=json))
+
+
+@app.command()
+def check(model: Model = None, settings: Set = None, json: Json = False) -> None:
+    """Say what is installed and what runs here; with --model, what that model would do."""
+    from omnistage.cli.check import run, run_model
+
+    if model is None and not settings:
+        raise typer.Exit(run(json=json))
+    raise typer.Exit(run_model(model or "talker", settings or [], json=json))

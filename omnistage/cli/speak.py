@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
+from omnistage.cli.settings import parse_settings
 from omnistage.cli.terminal import STARTUP, USAGE, complain, prepare
 from omnistage.cli.timeline import SUBSCRIBER, Timeline, check_drawable, draw, recording
 from omnistage.errors import (
@@ -66,17 +67,39 @@ class Spoken:
     real_time_factor: float | None
 
 
-def run(
-    text: str,
-    output: Path,
-    *,
-    seed: int | None,
-    timeline: Path | None,
-    connect: Sequence[str],
-    keys: Path | None,
-    json: bool,
-) -> int:
-    """Speak ``text`` into ``output``, and draw how it went into ``timeline``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command was told.
+
+    Args:
+        text: What to say; ``-`` for standard input.
+        output: The wav file.
+        model: A preset's name, or a model's directory or hub id; None for the talker.
+        settings: Pieces of the preset to replace, FIELD=VALUE.
+        voice: A voice of the model's.
+        by_sentence: Whether a long text is said sentence by sentence.
+        seed: Seeds sampling and noise.
+        timeline: A picture of how it went.
+        connect: AR services that speak in place of an engine of our own.
+        keys: Directory of the keys for those.
+        json: Whether to report in JSON.
+    """
+
+    text: str
+    output: Path
+    model: str | None
+    settings: Sequence[str]
+    voice: str | None
+    by_sentence: bool
+    seed: int | None
+    timeline: Path | None
+    connect: Sequence[str]
+    keys: Path | None
+    json: bool
+
+
+def run(asked: Asked) -> int:
+    """Speak, and draw how it went where that is asked for.
 
     What cannot be drawn is complained about when the speech is written and reported.
 
@@ -86,14 +109,14 @@ def run(
     prepare()
     console = Console(stderr=True)
     stopped: list[int] = []
+    timeline = asked.timeline
     try:
-        if text == "-":
-            text = _standard_input()
-        _check_input(text, output)
+        if asked.text == "-":
+            asked = replace(asked, text=_standard_input())
+        _check_input(asked.text, asked.output)
         if timeline is not None:
-            _check_picture(timeline, output)
-        pipeline = _pipeline(connect, keys)
-        work = _speak(pipeline, text, output, seed, console, record=timeline is not None, keys=keys)
+            _check_picture(timeline, asked.output)
+        work = _speak(_pipeline(asked), asked, console)
         spoken, times = asyncio.run(_stoppable(work, stopped))
     except (ConfigError, StartupError, UnsupportedEnvironment) as error:
         return complain(console, error, STARTUP)
@@ -105,10 +128,10 @@ def run(
         number = stopped[0] if stopped else signal.SIGINT
         console.print(f"stopped by {signal.Signals(number).name}")
         return 128 + number
-    _report(console, spoken, json=json)
+    _report(console, spoken, json=asked.json)
     if timeline is not None:
         try:
-            draw([times], timeline, " ".join(text.split())[:80])
+            draw([times], timeline, " ".join(asked.text.split())[:80])
         except (OSError, ValueError) as error:
             return complain(console, f"{timeline} could not be drawn: {error}", 1)
     return 0
@@ -128,28 +151,27 @@ async def _stoppable(work: Coroutine[None, None, _T], stopped: list[int]) -> _T:
     return await task
 
 
-async def _speak(
-    stages: Pipeline,
-    text: str,
-    output: Path,
-    seed: int | None,
-    console: Console,
-    *,
-    record: bool,
-    keys: Path | None,
-) -> tuple[Spoken, Timeline]:
+async def _speak(stages: Pipeline, asked: Asked, console: Console) -> tuple[Spoken, Timeline]:
     began = time.monotonic()
+    record = asked.timeline is not None
     timeline = Timeline()
     with console.status("starting vLLM") as status:
         async with stages as pipeline:
             started = time.monotonic()
             status.update("speaking")
             pieces: list[Pcm] = []
-            recorder = recording(pipeline, timeline, keys) if record else nullcontext()
+            recorder = recording(pipeline, timeline, asked.keys) if record else nullcontext()
             subscribers = [SUBSCRIBER] if record else []
             async with recorder as complete:
                 timeline.start()
-                async with pipeline.submit(text, seed=seed, subscribers=subscribers) as stream:
+                request = pipeline.submit(
+                    asked.text,
+                    seed=asked.seed,
+                    voice=asked.voice,
+                    by_sentence=asked.by_sentence,
+                    subscribers=subscribers,
+                )
+                async with request as stream:
                     async for chunk in stream:
                         timeline.heard(chunk)
                         pieces.append(chunk.pcm)
@@ -160,13 +182,15 @@ async def _speak(
                 if complete is not None:
                     await complete(usage.output_tokens)
             pcm = np.concatenate([np.zeros(0, np.float32), *pieces])
-            save_wav(output, pcm, pipeline.sample_rate)
+            save_wav(asked.output, pcm, pipeline.sample_rate)
             audio = len(pcm) / pipeline.sample_rate
             status.update("stopping")
     took = ended - started
     slack = timeline.least_slack
     return Spoken(
-        output=os.fsencode(output).decode(errors="replace"),  # a name need not be UTF-8, JSON must
+        output=os.fsencode(asked.output).decode(
+            errors="replace"
+        ),  # a name need not be UTF-8, JSON must
         prompt_tokens=usage.prompt_tokens,
         output_tokens=usage.output_tokens,
         finish_reason=str(usage.finish_reason),
@@ -179,11 +203,15 @@ async def _speak(
     ), timeline
 
 
-def _pipeline(connect: Sequence[str], keys: Path | None) -> Pipeline:
-    if connect:
-        return Pipeline.connect(*connect, keys=keys)
+def _pipeline(asked: Asked) -> Pipeline:
+    settings = parse_settings(asked.settings)
+    if asked.connect:
+        if asked.model is not None or settings:
+            raise ClientError("--connect speaks with the model of the service; leave --model out")
+        return Pipeline.connect(*asked.connect, keys=asked.keys)
     # Nothing has run in this process that a fork could break, and spawning takes 14 s longer.
-    return Pipeline.from_preset("talker", start_method="fork" if is_cpu_build() else None)
+    start = {"start_method": "fork"} if is_cpu_build() else {}
+    return Pipeline.from_preset(asked.model or "talker", **{**start, **settings})
 
 
 def _standard_input() -> str:

@@ -11,11 +11,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from rich.console import Console
 
+from omnistage.cli.settings import parse_settings
 from omnistage.cli.terminal import STARTUP, USAGE, complain, prepare
 from omnistage.config import ARStageConfig, DecoderStageConfig
 from omnistage.errors import (
@@ -36,7 +37,7 @@ from omnistage.transport.endpoints import beside, check_bind, check_endpoint
 from omnistage.transport.keys import load_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from omnistage.services.process import Service
     from omnistage.transport.endpoints import Endpoints
@@ -49,7 +50,9 @@ class Options:
     """What both kinds of stages are told.
 
     Args:
-        preset: Whose stage it is.
+        model: A preset's name, or a model's directory or hub id; with ``config``, another
+            checkpoint for that.
+        settings: Pieces of the preset to replace, FIELD=VALUE.
         config: ``MODULE:NAME`` of its configuration instead.
         bind: Where it listens.
         keys: Directory of the CURVE keys of its tcp sockets.
@@ -58,7 +61,8 @@ class Options:
         json: Whether to say in JSON that it is ready.
     """
 
-    preset: str
+    model: str | None
+    settings: Sequence[str]
     config: str | None
     bind: str
     keys: Path | None
@@ -67,20 +71,19 @@ class Options:
     json: bool
 
 
-def run_ar(options: Options, *, model: str | None) -> int:
+def run_ar(options: Options) -> int:
     """Serve an AR stage; returns the exit code."""
     bind, config = options.bind, options.config
 
     def make() -> Callable[[Endpoints], Service]:
+        settings = _settings(options)
         if config is None:
             # Nothing has run in this process that a fork could break.
-            changes = {"start_method": "fork"} if is_cpu_build() else {}
-            if model:
-                changes["model"] = model
-            stage, _ = load_preset(options.preset, **changes)
+            start = {"start_method": "fork"} if is_cpu_build() else {}
+            stage, _ = load_preset(options.model or "talker", **{**start, **settings})
         else:
             stage = _load(config, ARStageConfig)
-            stage = replace(stage, model=model) if model else stage
+            stage = replace(stage, model=options.model) if options.model else stage
         stage = replace(stage, bind=beside(bind), keys=options.keys)
         return lambda endpoints: ARService(
             ARStage(stage, endpoints),
@@ -99,8 +102,11 @@ def run_decoder(options: Options, *, connect: str, within: float) -> int:
 
     def make() -> Callable[[Endpoints], Service]:
         check_endpoint(connect)
+        settings = _settings(options)
         if config is None:
-            stage = load_preset(options.preset)[1]
+            stage = load_preset(options.model or "talker", **settings)[1]
+        elif options.model is not None:
+            raise ConfigError("a decoder's --config says all; leave --model out")
         else:
             stage = _load(config, DecoderStageConfig)
         return lambda endpoints: DecoderService(
@@ -108,6 +114,13 @@ def run_decoder(options: Options, *, connect: str, within: float) -> int:
         )
 
     return _run(make, options)
+
+
+def _settings(options: Options) -> dict[str, Any]:
+    settings = parse_settings(options.settings)
+    if settings and options.config is not None:
+        raise ConfigError("--set replaces a piece of a preset, and --config is none; leave one out")
+    return settings
 
 
 def _run(make: Callable[[], Callable[[Endpoints], Service]], options: Options) -> int:

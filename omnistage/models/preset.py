@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -114,6 +115,8 @@ def _laid_over(old: Any, new: Any, where: str) -> Any:
         )
     if isinstance(old, tuple) and isinstance(new, list):
         return tuple(new)
+    if isinstance(old, str) and isinstance(new, os.PathLike):
+        return os.fspath(new)
     if old is not None and new is not None and not _alike(old, new):
         raise ConfigError(f"{where} is a {type(old).__name__}, got {new!r}")
     return new

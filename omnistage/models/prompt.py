@@ -217,7 +217,12 @@ def plain_tokenizer(checkpoint: Checkpoint) -> Any:
             "omnistage[gpu]"
         ) from error
     # What it adds on its own is the template's to say.
-    own: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+    own: dict[str, Any] = {
+        "added_tokens": [],
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+    }
     described = {**checkpoint.json("tokenizer.json"), **own}
     try:
         return Tokenizer.from_str(msgspec.json.encode(described).decode())

@@ -53,6 +53,11 @@ class Voices:
     codebook_size: int = 65_536
 
     def __post_init__(self) -> None:
+        if self.recorded and self.directory is None:
+            raise ConfigError(
+                "this model speaks with a recorded voice; give the preset a directory of them, "
+                "voice_directory: NAME.txt with the words beside NAME.npy or NAME.pt with the codes"
+            )
         self.references  # noqa: B018 - now, not at the first request
 
     @cached_property
@@ -94,12 +99,6 @@ class Voices:
                 return asked
             raise InvalidRequest(
                 f"unknown voice {asked!r}; known: {', '.join(known) or 'none'}", parameter="voice"
-            )
-        if not known and self.recorded:
-            raise InvalidRequest(
-                "this model speaks with a recorded voice and there is none; give the preset a "
-                "directory of them, voice_directory",
-                parameter="voice",
             )
         if self.names or self.recorded:
             return known[0]
