@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import AsyncIterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,7 +13,7 @@ from omnistage.config import ARStageConfig, DecoderStageConfig
 from omnistage.errors import ConfigError, InvalidRequest, StageClosed
 from omnistage.metrics import RequestMetrics, default_metrics
 from omnistage.monitoring import Health as Health
-from omnistage.request import ChunkPolicy, StageInput, check_name, check_text
+from omnistage.request import ChunkPolicy, StageInput, check_name, check_text, is_positive
 from omnistage.services.remote_ar import RemoteARStage, RemoteRoute
 from omnistage.stages.admission import consumers_of
 from omnistage.stages.ar import ARStage
@@ -147,7 +148,8 @@ class Pipeline:
             check_name(name, "a decoder's name")
             if names.count(name) > 1:
                 raise ConfigError(f"two decoders are named {name!r}; those share the requests")
-        _check_seconds(within, "within")
+        if not is_positive(within):
+            raise ConfigError(f"within must be a positive number of seconds, got {within!r}")
         client = f"client-{secrets.token_hex(8)}"
         pipeline = cls.__new__(cls)
         pipeline._set_up(
@@ -206,14 +208,11 @@ class Pipeline:
     def health(self) -> Health:
         """Whether the pipeline takes requests, and if not, why; never raises, in any thread."""
         try:
-            reason = self._pick()[0].closed
+            closed = self._pick()[0].closed
         except StageClosed as error:
-            return Health(ok=False, reason=str(error), running=len(self._running))
-        return Health(
-            ok=reason is None,
-            reason=None if reason is None else str(reason),
-            running=len(self._running),
-        )
+            closed = error
+        reason = None if closed is None else str(closed)
+        return Health(ok=closed is None, reason=reason, running=len(self._running))
 
     async def ready(self) -> None:
         """Return if the pipeline takes requests.
@@ -249,7 +248,7 @@ class Pipeline:
 
     def submit(
         self,
-        prompt: str | Sequence[int] | Array,
+        prompt: str | AsyncIterable[str] | Sequence[int] | Array,
         *,
         sampling: Mapping[str, Any] | None = None,
         seed: int | None = None,
@@ -259,13 +258,15 @@ class Pipeline:
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         conditioning: Mapping[str, Array] | None = None,
+        by_sentence: bool = False,
         subscribers: Iterable[str] = (),
         request_id: str | None = None,
     ) -> Stream:
         """Prepare a request; it starts when the stream is entered or first read.
 
         Args:
-            prompt: Text, prompt token ids, or embeddings, [positions, hidden size].
+            prompt: Text, or an async iterator of its parts, which is spoken as its sentences are
+                complete; prompt token ids; or embeddings, [positions, hidden size].
             sampling: Fields of vLLM's ``SamplingParams`` over the stage's own.
             seed: Seeds sampling and decoder noise.
             voice: A voice of the preset.
@@ -274,6 +275,7 @@ class Pipeline:
             priority: vLLM's request priority.
             trace_headers: W3C trace context.
             conditioning: Tensors for the model, by name; copied.
+            by_sentence: Whether a text is run sentence by sentence, as one that comes always is.
             subscribers: Ids under which others have subscribed to updates, and get this request's;
                 one that is not there fails the request.
             request_id: What the caller calls it, for logs; two requests may share it.
@@ -285,14 +287,15 @@ class Pipeline:
             InvalidRequest: A timeout that is not positive, an argument of another type, or a tensor
                 that cannot cross.
         """
-        if timeout is not None and not _is_positive(timeout):
+        if timeout is not None and not is_positive(timeout):
             raise InvalidRequest(
                 f"a timeout must be a positive number of seconds, got {timeout!r}",
                 parameter="timeout",
             )
         check_text(request_id, "request_id", limit=256)
+        text = prompt if isinstance(prompt, AsyncIterable) else None
         asked = StageInput(
-            prompt=prompt,
+            prompt="" if isinstance(prompt, AsyncIterable) else prompt,
             sampling=sampling,
             seed=seed,
             voice=voice,
@@ -300,12 +303,14 @@ class Pipeline:
             priority=priority,
             trace_headers=trace_headers,
             conditioning=conditioning,
+            by_sentence=by_sentence or text is not None,
         )
         return Stream(
             Submission(
                 self._stages,
                 self._running,
                 asked,
+                text,
                 metrics=self._request_metrics,
                 consumers=consumers_of(subscribers),
                 external_id=request_id,
@@ -386,12 +391,3 @@ def _check_names(stages: Sequence[ARStageConfig | DecoderStageConfig]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two stages are named {name!r}; give each its own name")
-
-
-def _check_seconds(seconds: object, what: str) -> None:
-    if not _is_positive(seconds):
-        raise ConfigError(f"{what} must be a positive number of seconds, got {seconds!r}")
-
-
-def _is_positive(seconds: object) -> bool:
-    return isinstance(seconds, int | float) and seconds > 0

@@ -53,6 +53,11 @@ def check_name(name: Any, what: str) -> str:
     return checked
 
 
+def is_positive(seconds: object) -> bool:
+    """Whether a caller's number of seconds is one, and more than 0."""
+    return isinstance(seconds, int | float) and seconds > 0
+
+
 def check_text(text: object, parameter: str, limit: int = 4096) -> None:
     """Refuse what is neither None nor text that can cross a process border.
 
@@ -185,6 +190,7 @@ class StageInput:
         priority: vLLM's request priority; lower runs earlier under the priority policy.
         trace_headers: W3C trace context.
         conditioning: Tensors for the model, by name.
+        by_sentence: The text is one sentence of several, which are run one after the other.
 
     Raises:
         InvalidRequest: A value of another type than said, or a tensor that cannot cross.
@@ -198,6 +204,7 @@ class StageInput:
     priority: int = 0
     trace_headers: Mapping[str, str] | None = None
     conditioning: Mapping[str, Array] | None = None
+    by_sentence: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in _INPUT_TYPES.items():
@@ -211,6 +218,8 @@ class StageInput:
                 f"priority must be an integer of 32 bits, got {self.priority!r}",
                 parameter="priority",
             )
+        if self.by_sentence and not isinstance(self.prompt, str):
+            raise InvalidRequest("by_sentence goes with a text", parameter="by_sentence")
         check_text(self.voice, "voice")
         for text in (x for pair in (self.trace_headers or {}).items() for x in pair):
             check_text(text, "trace_headers")
@@ -223,6 +232,7 @@ _INPUT_TYPES: Final[dict[str, type]] = {
     "sampling": Mapping,
     "chunks": ChunkPolicy,
     "trace_headers": Mapping,
+    "by_sentence": bool,
 }
 
 

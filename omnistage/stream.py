@@ -16,17 +16,16 @@ import numpy as np
 from omnistage.errors import (
     ConfigError,
     DeadlineExceeded,
-    InvalidRequest,
     OmniStageError,
-    ServerError,
     StreamClosed,
 )
+from omnistage.pieces import Pieces
 from omnistage.request import FinishReason, StageRequest, Usage, new_request_id
 from omnistage.speech import Speech
 from omnistage.take import Take
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
     from types import TracebackType
 
     from omnistage.metrics import RequestMetrics
@@ -158,13 +157,14 @@ class Stream:
 class Submission:
     """One submission: its pieces one after the other, and their audio in the order it is read.
 
-    A text that is too long for one request is several, each submitted when the AR stage is done
-    with the one before; the first error ends all of it.
+    A text that is too long for one request is several, and so is one that comes as an iterator;
+    each is submitted when the AR stage is done with the one before. The first error ends all of it.
 
     Args:
         stages: Gives the running AR stage and branches, or raises StageClosed.
         running: Where it stands while it runs, by internal id.
         asked: What to run.
+        text: Its prompt, if that comes as an iterator.
         metrics: Makes the request's metrics when it starts.
         consumers: (channel, subscriber id) pairs that get its updates beside the branches.
         external_id: What the caller calls it.
@@ -176,6 +176,7 @@ class Submission:
         stages: Callable[[], tuple[AutoregressiveStage, Sequence[RequestBranch]]],
         running: dict[str, Submission],
         asked: StageInput,
+        text: AsyncIterable[str] | None = None,
         *,
         metrics: Callable[[], RequestMetrics],
         consumers: tuple[tuple[str, str], ...] = (),
@@ -188,7 +189,9 @@ class Submission:
         self.over = False
         self._stages = stages
         self._running = running
-        self._input = asked
+        self._pieces = Pieces(
+            self.request_id, asked, text, on_change=self._on_pieces, on_failure=self.fail
+        )
         self._make_metrics = metrics
         self._metrics: RequestMetrics | None = None
         self._consumers = consumers
@@ -199,8 +202,6 @@ class Submission:
         self._route: tuple[AutoregressiveStage, Sequence[RequestBranch]] | None = None
         self._news = asyncio.Event()
         self._error: OmniStageError | None = None
-        self._splitting: asyncio.Future[Sequence[StageInput]] | None = None
-        self._pieces: deque[StageInput] = deque()
         self._takes: deque[Take] = deque()  # the last one may run, those before it wait to be read
         self._usages: dict[int, Usage] = {}  # by piece; they may end in another order
         self._indices: dict[str, int] = {}  # chunks given, by decoder
@@ -226,7 +227,7 @@ class Submission:
         return branches[0].sample_rate
 
     async def start(self) -> None:
-        """Submit the first piece; once."""
+        """Submit the first piece, or begin to read the text that comes; once."""
         if self.started or self.over:
             return
         self._loop = asyncio.get_running_loop()
@@ -238,32 +239,15 @@ class Submission:
         log.info("request %s, stage %s: started", self.request_id, ar.name)
         if self._timeout is not None:
             self._timer = self._loop.call_later(self._timeout, self._on_timeout)
-        try:
-            # On its own, for its end may be another process's, and this request's must not wait.
-            self._splitting = asyncio.ensure_future(ar.split(self._input))
-            (pieces,) = await asyncio.gather(self._splitting, return_exceptions=True)
-            if self._error is not None:  # meanwhile
-                return
-            if isinstance(pieces, BaseException):
-                raise pieces
-            self._pieces.extend(pieces)
-            if not self._pieces:
-                raise InvalidRequest("the input adapter made no request of it", parameter="prompt")
-            self._go_on()
-        except OmniStageError as error:
-            self.fail(error)
-        except Exception as error:
-            log.exception("request %s could not be started", self.request_id)
-            failure = ServerError(f"starting the request raised {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self.fail(failure)
+        await self._pieces.start(ar)
 
     async def next(self) -> AudioChunk | None:
         """The next chunk; None after the last one."""
         while True:
             if self._error is not None:
                 raise self._error
-            while self._takes and self._takes[0].over and not self._takes[0].has_audio:
+            # The last one stays, for stages may expect more after it.
+            while len(self._takes) > 1 and self._takes[0].over and not self._takes[0].has_audio:
                 self._takes.popleft()
             if self._takes and self._takes[0].has_audio:
                 chunk = self._takes[0].pop()
@@ -297,6 +281,7 @@ class Submission:
         """Return when the stages have let go; :meth:`fail` comes first and makes them."""
         for take in list(self._takes):
             await take.abort()
+        await self._pieces.aclose()
 
     def _go_on(self) -> None:
         """Submit the next piece if the AR stage is done with the last one and a reader reads."""
@@ -312,7 +297,7 @@ class Submission:
             return
         number = self._started_takes
         self._started_takes += 1
-        asked = self._pieces.popleft()
+        asked = self._pieces.take()
         take = Take(number, branches, self._on_news)
         self._takes.append(take)
         take.start(
@@ -323,7 +308,7 @@ class Submission:
                 input=asked,
                 consumers=self._consumers,
                 after=self._id_of(number - 1) if number else None,
-                more=bool(self._pieces),
+                more=self._pieces.more,
             ),
         )
 
@@ -339,13 +324,20 @@ class Submission:
             self.fail(take.error)
         elif take.over and take.usage is not None and not self.over:
             self._usages[take.number] = take.usage
-            if not self._pieces and len(self._usages) == self._started_takes:
-                self._succeed()
+            self._succeed_if_complete()
         self._news.set()
         if take.sampled:
             self._go_on()
 
-    def _succeed(self) -> None:
+    def _on_pieces(self) -> None:
+        """Another piece is there, or it is known that there will be none."""
+        self._go_on()
+        self._succeed_if_complete()
+
+    def _succeed_if_complete(self) -> None:
+        if self.over or self._pieces.more or len(self._usages) < self._started_takes:
+            return
+        self._takes[-1].nothing_follows()
         usages = [self._usages[number] for number in range(self._started_takes)]
         reasons = [usage.finish_reason for usage in usages]
         texts = [usage.text for usage in usages if usage.text is not None]
@@ -374,8 +366,7 @@ class Submission:
         self.over = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._splitting is not None:
-            self._splitting.cancel()
+        self._pieces.cancel()
         self._running.pop(self.request_id, None)
         self._news.set()
 

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from omnistage.errors import OmniStageError, ServerError, UpdatesLost
+from omnistage.errors import OmniStageError, ServerError, StreamClosed, UpdatesLost
 from omnistage.request import FinishReason, Usage
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Take:
         self.error: OmniStageError | None = None
         self.over = False
         self._request_id = ""
+        self._more = False
         self._on_news = on_news
         self._branches = branches
         self._chunks: deque[tuple[_Part, AudioChunk]] = deque()
@@ -75,7 +76,7 @@ class Take:
             ar: The AR stage.
             request: The request; the branches are consumers beside its own.
         """
-        self._request_id = request.request_id
+        self._request_id, self._more = request.request_id, request.more
         consumers = []
         try:
             for branch in self._branches:
@@ -103,13 +104,14 @@ class Take:
         if not was_over:
             self.error = error
             self._chunks.clear()
-        # In any case: they may wait for what would continue this one.
-        for part in self._parts:
-            part.branch.drop(self._request_id)
-        if self._ar is not None:
-            self._ar.fail(error)
+        self._drop(error)  # in any case: they may wait for what would continue this one
         if not was_over:
             self._end()
+
+    def nothing_follows(self) -> None:
+        """Tell the stages of a take that is over, if they expect another one to continue it."""
+        if self._more:
+            self._drop(StreamClosed("nothing follows", request_id=self._request_id))
 
     async def abort(self) -> None:
         """Return when the stages have let go; :meth:`fail` comes first and makes them."""
@@ -159,6 +161,12 @@ class Take:
         self.complete()
         if not self.over:
             self._on_news(self, None)
+
+    def _drop(self, error: OmniStageError) -> None:
+        for part in self._parts:
+            part.branch.drop(self._request_id)
+        if self._ar is not None:
+            self._ar.fail(error)
 
     def _end(self) -> None:
         self.over = True

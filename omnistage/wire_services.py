@@ -183,6 +183,7 @@ class Input(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     trace_headers: dict[str, str] | None = None
     conditioning: dict[str, Tensor] | None = None
     embeddings: Tensor | None = None
+    by_sentence: bool = False
 
     @classmethod
     def of(cls, asked: StageInput) -> Input:
@@ -201,6 +202,7 @@ class Input(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
             None if asked.trace_headers is None else dict(asked.trace_headers),
             tensors or None,
             embeddings,
+            asked.by_sentence,
         )
 
     def stage_input(self) -> StageInput:
@@ -219,6 +221,7 @@ class Input(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
             priority=self.priority,
             trace_headers=self.trace_headers,
             conditioning={name: t.payload() for name, t in (self.conditioning or {}).items()},
+            by_sentence=self.by_sentence,
         )
 
 

@@ -31,7 +31,7 @@ def raw(name: str) -> bytes:
     return (FOLDER / name).read_bytes()
 
 
-GROWN = {"welcome-ar", "split", "pieces", "submit"}
+GROWN = {"welcome-ar", "split", "pieces", "submit", "submit-tensors"}
 """Kinds with an ``ARInfo`` or an ``Input`` in them, to which later releases append fields."""
 
 

@@ -70,6 +70,8 @@ class SplittingAdapter(InputAdapter, Protocol):
     def split(self, stage_input: StageInput) -> Sequence[StageInput]:
         """Cut an input into those that are run one after the other; called on the event loop.
 
+        With ``by_sentence`` the text is one sentence of several, and may be left out: no input.
+
         Raises:
             InvalidRequest: The input cannot be served.
         """

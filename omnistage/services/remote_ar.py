@@ -132,7 +132,8 @@ class RemoteARStage:
             StageClosed: The service is gone.
             DeadlineExceeded: It did not answer.
         """
-        if (closed := self.closed) is not None:
+        # What goes on with a text is taken while the service drains, and what begins one is not.
+        if (closed := self.closed) is not None and not (asked.by_sentence and self._up):
             raise closed
         if isinstance(asked.prompt, Payload):
             return [asked]

@@ -5,6 +5,7 @@ Plain descriptions; weights, tables and torch load when the stages start.
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from omnistage.decoders.base import Decoder
     from omnistage.models.checkpoint import Checkpoint
     from omnistage.request import FinishReason, StageInput, Start
+
+log = logging.getLogger(__name__)
 
 MAX_TEXT: Final = 100_000
 """Characters of one request, two hours of speech."""
@@ -112,6 +115,8 @@ class TalkerInput:
     def split(self, stage_input: StageInput) -> Sequence[StageInput]:
         """Cut a text into pieces as long as those of the training.
 
+        One sentence of several that has nothing to say is left out.
+
         Raises:
             InvalidRequest: More text than anyone listens to, or a word that cannot be one.
         """
@@ -123,6 +128,9 @@ class TalkerInput:
                 f"the text has {len(text)} characters, at most {MAX_TEXT} can be one request",
                 parameter="prompt",
             )
+        if stage_input.by_sentence and not is_said(text):
+            log.warning("skipped a sentence of %d characters that cannot be spoken", len(text))
+            return []
         cut = pieces(text, TRAINED_WORDS, is_said)
         if len(longest := max(cut, key=len)) > _MAX_PIECE:
             raise InvalidRequest(
