@@ -49,7 +49,8 @@ def test_the_published_models_ratios_stream_with_ten_frames_on_each_side(
 @pytest.mark.parametrize("context", ["left_context", "right_context"])
 def test_two_frames_less_of_context_are_heard(context: str) -> None:
     config = tiny_config(downsampling_ratios=(2, 4, 8, 8))
-    decoder = DacDecoder.from_config(config, seed=1, **{context: 8})
+    less: dict[str, Any] = {context: 8}
+    decoder = DacDecoder.from_config(config, seed=1, **less)
     assert streaming_deviation(decoder, [50]) > 2e-5
 
 

@@ -46,7 +46,8 @@ def test_the_24_khz_model_needs_the_context_that_it_declares() -> None:
 
 @pytest.mark.parametrize("context", ["left_context", "right_context"])
 def test_a_frame_less_of_context_is_heard(context: str) -> None:
-    decoder = SnacDecoder.from_config(TINY, seed=1, **{context: 2})
+    less: dict[str, Any] = {context: 2}
+    decoder = SnacDecoder.from_config(TINY, seed=1, **less)
     assert getattr(decoder, context) == 2
     assert streaming_deviation(decoder, [20], 4) > 2e-5
 
