@@ -405,6 +405,16 @@ def test_a_missing_library_names_the_extra(
                 kind.from_config()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_transformers_without_the_model_says_so(
+    name: str, written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = decoder_class(name)
+    monkeypatch.setattr(kind, "model_class", "NextYearsModel")
+    with pytest.raises(ConfigError, match="needs a transformers that has NextYearsModel"):
+        kind.from_pretrained(written(name))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_of_other_shapes(name: str, copied: Callable[[str], Path]) -> None:
     directory = copied(name)

@@ -103,6 +103,15 @@ def test_more_codebooks_than_the_model_has_are_refused(codebooks: int) -> None:
         EncodecDecoder.from_config(tiny_config(), codebooks=codebooks)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"target_bandwidths": []}, {"target_bandwidths": ["loud"]}, {"codebook_size": 1}],
+)
+def test_a_config_that_has_no_codebooks_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="target_bandwidths must be numbers"):
+        EncodecDecoder.declare({"model_type": "encodec", **changes})
+
+
 def test_a_window_without_frames_is_an_error(tiny: EncodecDecoder) -> None:
     with pytest.raises(DecoderError, match="without frames"):
         tiny.decode([random_codes(tiny, 3), random_codes(tiny, 0)])
