@@ -86,7 +86,13 @@ def _hop(config: Mapping[str, Any]) -> int:
 
 def _quantizers(config: Mapping[str, Any]) -> int:
     """As many as the highest bandwidth has room for."""
-    bandwidths = config.get("target_bandwidths") or (1.5, 3.0, 6.0, 12.0, 24.0)
+    bandwidths = config.get("target_bandwidths", (1.5, 3.0, 6.0, 12.0, 24.0))
     frames = math.ceil(positive(config, "sampling_rate", 24000) / _hop(config))
     bits = math.ceil(math.log2(positive(config, "codebook_size", 1024)))
-    return int(1000 * bandwidths[-1] // (frames * bits))
+    try:
+        return int(1000 * bandwidths[-1] // (frames * bits))
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the model's target_bandwidths must be numbers, got {bandwidths!r}, and its codebooks "
+            "must have 2 indices or more"
+        ) from error

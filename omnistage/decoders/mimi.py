@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 class MimiDecoder(TransformersCodec):
     """Mimi's decoder: up to 32 indices of 2048 a frame, 12.5 frames a second, 24 kHz, causal.
 
-    Declares one sliding window of its attention as left context, 125 frames.
+    Declares one sliding window of its attention as left context, 125 frames (10 s). Its 8 layers
+    together hear 1001 frames, so that is exact only for clips up to then. With full-size seeded
+    weights a chunk's samples deviate by 7e-6 of the peak; with attention as loud as all else (layer
+    scale 1 in place of a new model's 0.01) by 6e-3. 25 frames leave 1e-4 and 2e-2. Trained weights
+    lie between the two and were not measured.
     """
 
     label = "Mimi"

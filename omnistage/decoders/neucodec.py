@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 class NeuCodecDecoder(Xcodec2Decoder):
     """NeuCodec's decoder: XCodec2's layers that make 24 kHz, one index of 65536 a frame.
 
-    As with XCodec2 no context is exact.
+    As with XCodec2 no context is exact, and the deviation is the same: 10% (rms) with 50 frames
+    back and 5 ahead, on full-size seeded weights. NeuTTS, which streams with these numbers, also
+    blends neighbouring chunks into one another; here they are put end to end.
     """
 
     label = "NeuCodec"

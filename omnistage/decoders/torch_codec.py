@@ -190,7 +190,8 @@ class TorchCodec(ABC):
         cut = []
         for row, window in zip(audio, windows, strict=True):
             expected = len(window) * self.hop_length
-            cut.append(np.pad(row[: expected - lost], (0, lost)) if lost else row[:expected])
+            kept = row[: max(0, expected - lost)]
+            cut.append(np.pad(kept, (0, expected - len(kept))) if lost else kept)
         return cut
 
     @abstractmethod
@@ -218,7 +219,7 @@ def torch_device(name: str) -> torch.device:
         torch.empty(1, device=device)
     except Exception as error:
         # Every backend of torch has its own exception for not being there.
-        reason = str(error).splitlines()[0]
+        reason = str(error).partition("\n")[0]
         raise ConfigError(f"device {name!r} is not available to torch: {reason}") from error
     return device
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from omnistage.decoders.checkpoint import check_architecture
 from omnistage.decoders.torch_codec import TorchCodec, torch_device, torch_dtype
+from omnistage.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,7 +105,15 @@ class TransformersCodec(TorchCodec):
 
     @classmethod
     def _class(cls, name: str) -> Any:
-        return getattr(importlib.import_module(cls.library), name)
+        import transformers
+
+        try:
+            return getattr(importlib.import_module(cls.library), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"{cls.__name__} needs a transformers that has {name}; this is "
+                f"{transformers.__version__}"
+            ) from error
 
     @classmethod
     def _load(cls, checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype) -> Any:

@@ -23,7 +23,10 @@ class Xcodec2Decoder(TransformersCodec):
     """XCodec2's decoder: one index of 65536 a frame, 50 frames a second, 16 kHz.
 
     Every frame of a window attends to every other one and is normalised over all of them, so no
-    context is exact: chunked audio approximates that of the whole clip.
+    context is exact: chunked audio approximates that of the whole clip. With full-size seeded
+    weights and the declared 50 frames back and 5 ahead, a chunk's samples deviate by 10% (rms) of
+    the audio's, and by 15% in its last frame; with 150 and 25 by 4%. Trained weights were not
+    measured. A clip no longer than its first window is exact.
     """
 
     label = "XCodec2"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from omnistage.decoders.window import WindowedDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from omnistage.decoders.base import Decoder, Rows
     from omnistage.decoders.frames import Frames
-    from omnistage.decoders.window import WindowedDecoder, WindowedStream
+    from omnistage.decoders.window import WindowedStream
     from omnistage.request import Codes, Pcm
 
 
@@ -184,3 +187,35 @@ def stream_together(
         ):
             clip.pieces.append(pcm)
     return [clip.audio for clip in running]
+
+
+def endless(seed: int) -> Iterator[int]:
+    """Numbers for :func:`stream_together`."""
+    rng = random.Random(seed)
+    while True:
+        yield rng.randrange(1 << 16)
+
+
+def streaming_deviation(
+    decoder: Decoder, lengths: Sequence[int], most: int = 9, seed: int = 0
+) -> float:
+    """How far the audio of clips streamed side by side is from that of whole clips.
+
+    Args:
+        decoder: Behind a window wrapper; it may declare less context than it needs.
+        lengths: Frames of each clip.
+        most: The most frames that are pushed or decoded at once.
+        seed: Where codes, chunks and interleaving come from.
+
+    Returns:
+        The largest difference of two samples.
+    """
+    windowed = WindowedDecoder(decoder)
+    clips = [random_codes(decoder, length, seed + k) for k, length in enumerate(lengths)]
+    worst = 0.0
+    for pcm, clip in zip(stream_together(windowed, clips, endless(seed), most), clips, strict=True):
+        whole = windowed.decode_clip(clip)
+        assert pcm.dtype == np.float32
+        assert len(pcm) == len(whole) == len(clip) * decoder.hop_length
+        worst = max(worst, float(np.abs(pcm - whole).max(initial=0.0)))
+    return worst

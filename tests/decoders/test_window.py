@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -16,22 +15,17 @@ from tests.decoders.factories import (
     Oscillation,
     Oscillator,
     RowMixer,
+    endless,
     random_codes,
     random_rows,
     stream_together,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from omnistage.decoders.base import Rows
     from omnistage.request import Codes, Pcm
-
-
-def endless(seed: int) -> Iterator[int]:
-    rng = random.Random(seed)
-    while True:
-        yield rng.randrange(1 << 16)
 
 
 lengths = st.lists(st.integers(0, 40), min_size=1, max_size=4)
