@@ -21,6 +21,32 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.append(str(Path(__file__).parent / "omni_models" / "plugin"))
 
 
+class Checkpoints:
+    """Small checkpoints in published formats, each written when it is first asked for.
+
+    Args:
+        root: Where they are; tests must not change them, but may copy one.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __call__(self, family: str, *, seed: int = 0) -> Path:
+        """The directory of a family's checkpoint, a name of ``tools.checkpoints``."""
+        from tools.checkpoints.__main__ import FAMILIES
+
+        where = self._root / f"{family}-{seed}"
+        if not where.exists():
+            FAMILIES[family](where, seed=seed)
+        return where
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Small checkpoints in published formats."""
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
 # Where the package's code may block the event loop: (file, functions). Never while it serves.
 ALLOWED = [
     # One private directory on the local disk, made when a pipeline starts and removed when it ends.

@@ -53,7 +53,7 @@ def _changed(model: str, changes: dict[str, Any]) -> tuple[Preset, dict[str, Any
     from omnistage.models.catalog import find
 
     preset = find(model)
-    fields = {field.name for field in dataclasses.fields(preset)}
+    fields = set(preset.changeable())
     # What both have, such as `model`, is the preset's.
     of_stage = {field.name for field in dataclasses.fields(ARStageConfig)} - fields
     own = {name: value for name, value in changes.items() if name in of_stage}

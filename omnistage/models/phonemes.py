@@ -7,6 +7,7 @@ import threading
 from typing import Any, Final
 
 from omnistage.errors import ConfigError, InvalidRequest
+from omnistage.sentences import is_spoken
 
 _lock: Final = threading.Lock()  # espeak keeps its state in one place for the whole process
 
@@ -25,7 +26,7 @@ def phonemes(text: str, language: str) -> str:
     with _lock:
         said: list[str] = _backend(language).phonemize([text])
     made = " ".join("".join(said).split())
-    if not made:
+    if not is_spoken(made):
         raise InvalidRequest("the text has nothing to say in it", parameter="prompt")
     return made
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Preset(ABC):
     """A family of checkpoints and how one of them runs well.
 
-    Every field can be replaced, see :meth:`changed`.
+    Every field but the first three can be replaced, see :meth:`changed`.
 
     Args:
         name: What it is called by.
@@ -70,6 +70,12 @@ class Preset(ABC):
             "chunks": msgspec.to_builtins(decoder.chunks),
         }
 
+    @classmethod
+    def changeable(cls) -> list[str]:
+        """The fields that :meth:`changed` replaces."""
+        identity = ("name", "summary", "licence")
+        return [field.name for field in dataclasses.fields(cls) if field.name not in identity]
+
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """The preset with other values of some fields.
 
@@ -81,7 +87,7 @@ class Preset(ABC):
         Raises:
             ConfigError: An unknown field, or a value that cannot be one.
         """
-        names = [one.name for one in dataclasses.fields(self)]
+        names = self.changeable()
         for name in changes:
             if name not in names:
                 raise ConfigError(

@@ -136,5 +136,7 @@ def _read_codes(path: Path) -> np.ndarray[Any, Any]:
         import torch
     except ImportError as error:
         raise ValueError(f"{path.name} is read with torch, which is not installed") from error
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
-    return np.asarray(loaded)
+    try:
+        return np.asarray(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # torch has many for a broken file
+        raise ValueError(f"{path.name} holds no tensor: {str(error).splitlines()[0]}") from error

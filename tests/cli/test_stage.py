@@ -242,7 +242,8 @@ def test_a_stage_that_is_told_to_stop_ends_what_runs(healthy: Services, stage: s
 
 
 REFUSALS = {
-    "preset": (["ar", "--preset", "nobody"], 3, "unknown preset 'nobody'"),
+    "model": (["ar", "--model", "nobody"], 3, "unknown preset 'nobody'"),
+    "settings": (["ar", "--config", "os:sep", "--set", "a=1"], 3, "leave one out"),
     "bind": (["ar", "--bind", "tcp://8.8.8.8:1"], 3, "cannot bind"),
     "config": (["ar", "--config", "nowhere"], 3, "MODULE:NAME"),
     "module": (["ar", "--config", "nowhere:it"], 3, "No module named 'nowhere'"),
