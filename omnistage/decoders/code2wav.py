@@ -7,9 +7,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from omnistage.decoders.base import Declaration
-from omnistage.decoders.checkpoint import factors, frames_of_context, positive
 from omnistage.decoders.reach import Span
 from omnistage.decoders.transformers_codec import TransformersCodec, reset_convolutions
+from omnistage.decoders.values import factors, frames_of_context, positive
 from omnistage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-    from omnistage.decoders.checkpoint import Checkpoint
+    from omnistage.checkpoint import Checkpoint
 
 _PREFIX = "code2wav."
 

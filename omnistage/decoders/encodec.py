@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from omnistage.decoders.base import Declaration
-from omnistage.decoders.checkpoint import chosen, factors, positive
 from omnistage.decoders.transformers_codec import TransformersCodec
+from omnistage.decoders.values import chosen, factors, positive
 from omnistage.errors import ConfigError
 
 if TYPE_CHECKING:

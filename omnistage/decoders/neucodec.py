@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from omnistage.decoders.checkpoint import positive
+from omnistage.decoders.values import positive
 from omnistage.decoders.xcodec2 import Xcodec2Decoder
 from omnistage.errors import ConfigError
 

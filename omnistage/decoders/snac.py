@@ -10,10 +10,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 from omnistage.decoders.base import Declaration
-from omnistage.decoders.checkpoint import factors, frames_of_context, positive
 from omnistage.decoders.dac import convolution_reach
 from omnistage.decoders.reach import Span
 from omnistage.decoders.torch_codec import TorchCodec, torch_device, torch_dtype
+from omnistage.decoders.values import factors, frames_of_context, positive
 from omnistage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from omnistage.decoders.checkpoint import Checkpoint
+    from omnistage.checkpoint import Checkpoint
 
 SNAC_24KHZ: Mapping[str, Any] = {
     "sampling_rate": 24000,

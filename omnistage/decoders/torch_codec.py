@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from omnistage.decoders.checkpoint import Checkpoint
+from omnistage.checkpoint import Checkpoint
 from omnistage.errors import ConfigError, DecoderError
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from omnistage.decoders.checkpoint import check_architecture
 from omnistage.decoders.torch_codec import TorchCodec, torch_device, torch_dtype
+from omnistage.decoders.values import check_architecture
 from omnistage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-    from omnistage.decoders.checkpoint import Checkpoint
+    from omnistage.checkpoint import Checkpoint
 
 
 class TransformersCodec(TorchCodec):

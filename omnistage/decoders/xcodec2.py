@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from omnistage.decoders.base import Declaration
-from omnistage.decoders.checkpoint import factors, frames_of_context, positive
 from omnistage.decoders.transformers_codec import TransformersCodec
+from omnistage.decoders.values import factors, frames_of_context, positive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

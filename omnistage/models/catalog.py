@@ -11,14 +11,11 @@ import importlib
 import logging
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from omnistage.checkpoint import Checkpoint, is_hub_id
 from omnistage.errors import ConfigError
-from omnistage.models.checkpoint import is_hub_id, open_checkpoint
-from omnistage.models.preset import Preset
-
-if TYPE_CHECKING:
-    from omnistage.models.checkpoint import Checkpoint
+from omnistage.models.preset import LABEL, Preset
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +85,8 @@ def find(model: str) -> Preset:
     for name in known:
         if name in _OWN and (preset := get(name)).model == model:
             return preset
-    checkpoint = open_checkpoint(model)
-    if checkpoint.has(SETTINGS):
+    checkpoint = Checkpoint(model, LABEL)
+    if checkpoint.find(SETTINGS) is not None:
         return _told(checkpoint)
     checkpoint.tokens()  # what is missing is said once
     fitting = [preset for preset in map(_maybe, known) if preset and preset.recognizes(checkpoint)]
@@ -111,8 +108,8 @@ def _told(checkpoint: Checkpoint) -> Preset:
         raise ConfigError(f'{SETTINGS} of {checkpoint.where} needs a "preset", the name of one')
     decoder = settings.get("decoder")
     if isinstance(decoder, dict) and isinstance(decoder.get("model"), str):
-        inside = checkpoint.directory / decoder["model"]
-        if inside.is_dir():
+        inside = (checkpoint.directory or Path()) / decoder["model"]
+        if checkpoint.directory is not None and inside.is_dir():
             decoder["model"] = str(inside)
     return get(name).changed({"model": checkpoint.where, **settings})
 

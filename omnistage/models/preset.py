@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
@@ -15,8 +15,12 @@ from omnistage.errors import ConfigError, InvalidRequest
 from omnistage.request import ChunkPolicy
 
 if TYPE_CHECKING:
+    from omnistage.checkpoint import Checkpoint
     from omnistage.config import ARStageConfig, DecoderStageConfig
-    from omnistage.models.checkpoint import Checkpoint
+
+
+LABEL: Final = "language"
+"""What the AR models are called where their checkpoints are looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

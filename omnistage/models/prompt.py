@@ -21,7 +21,7 @@ from omnistage.sentences import sentences
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from omnistage.models.checkpoint import Checkpoint
+    from omnistage.checkpoint import Checkpoint
     from omnistage.models.voices import Voices
     from omnistage.request import StageInput
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from omnistage.adapters.processor import CodecFrames
+from omnistage.checkpoint import Checkpoint
 from omnistage.config import ARStageConfig, DecoderStageConfig
 from omnistage.decoders.registry import decoder_class
 from omnistage.errors import ConfigError
-from omnistage.models.checkpoint import open_checkpoint
-from omnistage.models.preset import Preset
+from omnistage.models.preset import LABEL, Preset
 from omnistage.models.prompt import PromptInput, Template
 from omnistage.models.voices import Voices
 from omnistage.stages.environment import is_cpu_build
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from omnistage.decoders.base import AnyDecoder, Declaration
-    from omnistage.models.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +72,9 @@ class DecoderChoice:
         Raises:
             ConfigError: There is no such decoder, or no such model.
         """
-        found = open_checkpoint(self.model)
-        if found.local and not found.has("pytorch_model.bin"):
-            found.weight_bytes()
-        return decoder_class(self.kind).declare(found.config(), **self.options)
+        decoder = decoder_class(self.kind)
+        config = Checkpoint(self.model, decoder.label).config()
+        return decoder.declare(config, **self.options)
 
     def build(self) -> AnyDecoder:
         """The decoder, its weights loaded.
@@ -128,7 +126,7 @@ class SpeechLM(Preset):
     def stages(self) -> tuple[ARStageConfig, DecoderStageConfig]:
         """See :meth:`Preset.stages`."""
         self._check_given()
-        checkpoint = open_checkpoint(self.model, revision=self.engine_args.get("revision"))
+        checkpoint = self._checkpoint()
         frames, end, tokens = self._vocabulary(checkpoint)
         self._check_decoder()
         checkpoint.weight_bytes()
@@ -171,7 +169,7 @@ class SpeechLM(Preset):
     def describe(self) -> dict[str, Any]:
         """See :meth:`Preset.describe`."""
         ar, _ = self.stages()
-        checkpoint = open_checkpoint(self.model, revision=self.engine_args.get("revision"))
+        checkpoint = self._checkpoint()
         frames, end, _ = self._vocabulary(checkpoint)
         declared = self.decoder.declare()
         frame_seconds = declared.hop_length / declared.sample_rate
@@ -198,6 +196,9 @@ class SpeechLM(Preset):
                 "first_audio_frames": self.chunks.size(0) + declared.right_context,
             },
         }
+
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(self.model, LABEL, revision=self.engine_args.get("revision"))
 
     def _check_given(self) -> None:
         needed = {

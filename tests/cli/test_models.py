@@ -33,7 +33,8 @@ def test_models_lists_what_model_takes(sandbox: Sandbox) -> None:
     assert found["orpheus"]["voices"][0] == "tara"
     in_words = sandbox.run(COMMAND, "models")
     for one in found.values():
-        assert one["name"] in in_words.stdout and one["summary"] in in_words.stdout
+        assert one["name"] in in_words.stdout
+        assert one["summary"] in in_words.stdout
 
 
 @pytest.mark.vllm
@@ -58,7 +59,8 @@ class TestCheck:
 
     def test_the_talker_is_a_model_too(self, sandbox: Sandbox) -> None:
         done = sandbox.run(COMMAND, "check", "--model", "talker")
-        assert done.code == 0 and "preset: talker" in done.stdout
+        assert done.code == 0
+        assert "preset: talker" in done.stdout
 
     def test_a_hub_id_in_the_cache_is_found_offline(
         self, checkpoints: Checkpoints, tmp_path: Path
@@ -83,7 +85,7 @@ class TestCheck:
             assert told["codes"]["first_id"] == 128_266
         missing = box.run(COMMAND, "check", "--model", "llasa")
         assert missing.code == 3
-        assert "HKUSTAudio/Llasa-1B is neither a directory here nor in the" in missing.stderr
+        assert "from HKUSTAudio/Llasa-1B: it is no directory here" in missing.stderr
 
 
 def wrong_range(where: Path) -> None:
@@ -162,16 +164,19 @@ def test_settings_that_contradict_are_refused(sandbox: Sandbox) -> None:
     for settings in (("a=1", "a=2"), ("a=1", "a.b=2"), ("a.b=1", "a=2")):
         told = [part for setting in settings for part in ("--set", setting)]
         done = sandbox.run(COMMAND, "check", *told)
-        assert done.code == 2 and "twice" in done.stderr
+        assert done.code == 2
+        assert "twice" in done.stderr
     done = sandbox.run(COMMAND, "speak", "Hi.", "-o", "a.wav", "--connect", "x", "--model", "y")
-    assert done.code == 2 and "leave --model out" in done.stderr
+    assert done.code == 2
+    assert "leave --model out" in done.stderr
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(180)
 def test_a_model_on_disk_speaks_with_one_argument(
-    sandbox: Sandbox, checkpoints: Checkpoints, tmp_path: Path
+    checkpoints: Checkpoints, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    sandbox = Sandbox(tmp_path_factory.mktemp("box"))  # a short path, for sockets
     where = shutil.copytree(checkpoints("orpheus"), tmp_path / "mine")
     shutil.copytree(checkpoints("snac"), where / "snac")
     settings = {

@@ -79,7 +79,14 @@ def test_an_address_of_metrics_is_looked_at_before_the_stage_starts(
     monkeypatch.setattr(stage, "host", host)
     monkeypatch.setattr(stage, "prepare", lambda: None)
     options = Options(
-        model=None, settings=[], config=None, bind="ipc", keys=None, metrics=":x:", drain=1.0, json=False
+        model=None,
+        settings=[],
+        config=None,
+        bind="ipc",
+        keys=None,
+        metrics=":x:",
+        drain=1.0,
+        json=False,
     )
     assert run_decoder(options, connect="tcp://127.0.0.1:9", within=0.1) == 3
     assert "HOST:PORT or PORT, got ':x:'" in capsys.readouterr().err  # and no emoji

@@ -129,7 +129,8 @@ def snac_clip(weights: Path, frames: Codes) -> Pcm:
     tree = [frames[:, [0]], frames[:, [1, 4]], frames[:, [2, 3, 5, 6]]]
     with torch.inference_mode():
         audio = model.decode([torch.from_numpy(level.reshape(1, -1)) for level in tree])
-    return np.clip(np.asarray(audio)[0, 0], -1, 1)
+    pcm: Pcm = np.asarray(audio)[0, 0]
+    return np.clip(pcm, -1, 1)
 
 
 class TestOrpheus:
@@ -141,7 +142,8 @@ class TestOrpheus:
         )
         ids = await sampled(orpheus, TEXT, "leo", seed=3, max_tokens=100)
         frames = orpheus_frames(ids)
-        assert len(frames) == 14 and usage.dropped_tokens == 2
+        assert len(frames) == 14
+        assert usage.dropped_tokens == 2
         assert [len(pcm) // 2048 for pcm in chunks] == [2, 3, 4, 5]
         pcm = np.concatenate(chunks)
         assert len(pcm) == len(frames) * 2048
@@ -155,7 +157,8 @@ class TestOrpheus:
         for seed in range(3):
             chunks, usage = await speak(orpheus.pipeline, seed=seed, sampling=sure)
             ids = await sampled(orpheus, TEXT, None, seed=seed, **sure)
-            assert usage.finish_reason is FinishReason.STOP and ids[-1] == 128_258
+            assert usage.finish_reason is FinishReason.STOP
+            assert ids[-1] == 128_258
             assert usage.output_tokens == len(ids) < 1200
             assert usage.dropped_tokens == 1
             assert sum(map(len, chunks)) == len(ids) // 7 * 2048
@@ -164,7 +167,8 @@ class TestOrpheus:
         chunks, usage = await speak(
             orpheus.pipeline, sampling={"allowed_token_ids": [128_258], "temperature": 0.0}
         )
-        assert chunks == [] and usage.output_tokens == 1
+        assert chunks == []
+        assert usage.output_tokens == 1
 
     async def test_an_id_of_another_slot_costs_its_frame_and_no_other(
         self, orpheus: Running
@@ -180,7 +184,7 @@ class TestOrpheus:
 
     async def test_16_voices_at_once_are_each_as_alone(self, orpheus: Running) -> None:
         voices = ["tara", "leah", "jess", "leo", "dan", "mia", "zac", "zoe"]
-        asked = [
+        asked: list[dict[str, Any]] = [
             {"text": text, "voice": voice, "seed": seed, "sampling": {"max_tokens": 15 + seed % 8}}
             for seed, (text, voice) in enumerate(
                 (text, voice) for text in (TEXT, "Not at all.") for voice in voices
@@ -197,7 +201,7 @@ class TestOrpheus:
     async def test_a_long_text_is_one_stream_of_its_sentences(self, orpheus: Running) -> None:
         sentence = "This sentence has some forty characters. "
         text = sentence * 8
-        few = {"sampling": {"max_tokens": 29}, "seed": 2}
+        few: dict[str, Any] = {"sampling": {"max_tokens": 29}, "seed": 2}
         chunks, usage = await speak(orpheus.pipeline, text, by_sentence=True, **few)
         one, alone = await speak(orpheus.pipeline, sentence, **few)
         np.testing.assert_allclose(
@@ -243,7 +247,7 @@ def clip(family: str, weights: Path, codes: Codes) -> Pcm:
     import torch
     import transformers
 
-    kind = {"llasa": transformers.Xcodec2Model, "neutts": transformers.NeuCodecModel}[family]
+    kind: Any = {"llasa": transformers.Xcodec2Model, "neutts": transformers.NeuCodecModel}[family]
     model = kind.from_pretrained(str(weights)).eval()
     with torch.inference_mode():
         audio = model.decode(audio_codes=torch.from_numpy(codes.T[None])).audio_values

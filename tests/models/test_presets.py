@@ -49,7 +49,7 @@ class TestFinding:
         assert Pipeline.from_preset("talker")
 
     def test_an_unknown_name_lists_the_known_ones(self) -> None:
-        with pytest.raises(ConfigError, match="known: talker, orpheus.*Did you mean 'orpheus'"):
+        with pytest.raises(ConfigError, match=r"known: talker, orpheus.*Did you mean 'orpheus'"):
             catalog.find("orfeus")
 
     @pytest.mark.parametrize("family", FAMILIES)
@@ -71,12 +71,12 @@ class TestFinding:
         tokenizer = json.loads((orpheus / "tokenizer.json").read_text())
         tokenizer["added_tokens"] = tokenizer["added_tokens"][:300]
         (orpheus / "tokenizer.json").write_text(json.dumps(tokenizer))
-        with pytest.raises(ConfigError, match="of no family that omnistage knows.*--set model="):
+        with pytest.raises(ConfigError, match=r"of no family that omnistage knows.*--set model="):
             catalog.find(str(orpheus))
 
     def test_a_directory_without_a_tokenizer_says_that(self, orpheus: Path) -> None:
         (orpheus / "tokenizer.json").unlink()
-        with pytest.raises(ConfigError, match="has no tokenizer.json"):
+        with pytest.raises(ConfigError, match=r"has no tokenizer.json"):
             catalog.find(str(orpheus))
 
     def test_a_directory_may_say_itself_what_it_is(
@@ -142,7 +142,7 @@ class TestOtherPackages:
         checkpoints: Checkpoints,
     ) -> None:
         entry("bad", f"{__name__}:{what}")
-        with pytest.raises(ConfigError, match="preset 'bad' of .* (cannot be loaded|is no Preset)"):
+        with pytest.raises(ConfigError, match=r"preset 'bad' of .* (cannot be|is no)"):
             catalog.find("bad")
         assert catalog.find(str(checkpoints("orpheus"))).name == "orpheus"
 
@@ -177,7 +177,8 @@ class TestChanging:
             name="speech",
         )
         assert (ar.start_method, ar.name) == ("fork", "speech")
-        assert ar.engine_args["enforce_eager"] and ar.engine_args["max_model_len"] == 4096
+        assert ar.engine_args["enforce_eager"]
+        assert ar.engine_args["max_model_len"] == 4096
         assert decoder.chunks == ChunkPolicy(first=1, growth=1.5, steady=12)
         sampling = getattr(ar.input_adapter, "sampling", {})
         assert sampling["stop_token_ids"] == [128_001]
@@ -202,7 +203,7 @@ class TestChanging:
             load(checkpoints("orpheus"), **changes)
 
     def test_the_generic_preset_says_what_it_must_be_told(self) -> None:
-        with pytest.raises(ConfigError, match="does not say model, prompt, end, codes.first"):
+        with pytest.raises(ConfigError, match=r"does not say model, prompt, end, codes.first"):
             load_preset("flat")
 
     def test_the_generic_preset_runs_what_it_is_told(self, checkpoints: Checkpoints) -> None:
@@ -230,17 +231,17 @@ class TestChecks:
 
     def test_the_head_must_have_every_code(self, load: Load, orpheus: Path) -> None:
         _edit(orpheus, vocab_size=156_900)
-        with pytest.raises(ConfigError, match="codes .* ids 128266 to 156937, .* has 156900"):
+        with pytest.raises(ConfigError, match=r"codes .* ids 128266 to 156937, .* has 156900"):
             load(orpheus)
 
     def test_the_head_must_have_the_end(self, load: Load, orpheus: Path) -> None:
-        with pytest.raises(ConfigError, match="has 156940 ids: no request would ever end"):
+        with pytest.raises(ConfigError, match=r"has 156940 ids: no request would ever end"):
             load(orpheus, end=156_940)
-        with pytest.raises(ConfigError, match="is one of the codes"):
+        with pytest.raises(ConfigError, match=r"is one of the codes"):
             load(orpheus, end=128_266)
 
     def test_range_and_codebooks_must_agree(self, load: Load, orpheus: Path) -> None:
-        with pytest.raises(ConfigError, match="has 28672 ids, 6 codebooks of 4096 need 24576"):
+        with pytest.raises(ConfigError, match=r"has 28672 ids, 6 codebooks of 4096 need 24576"):
             load("orpheus", model=orpheus, codes={"codebooks": 6})
 
     def test_range_and_decoder_must_agree(
@@ -263,27 +264,27 @@ class TestChecks:
     def test_a_decoder_of_another_kind_or_none_is_refused(
         self, load: Load, orpheus: Path, checkpoints: Checkpoints
     ) -> None:
-        with pytest.raises(ConfigError, match="SNAC"):
+        with pytest.raises(ConfigError, match=r"SNAC"):
             load(orpheus, decoder={"model": str(checkpoints("neucodec"))})
-        with pytest.raises(ConfigError, match="neither a model directory nor a hub id"):
+        with pytest.raises(ConfigError, match=r"neither a directory nor a hub id"):
             load(orpheus, decoder={"model": "/nowhere"})
 
     def test_a_tokenizer_that_is_another_models_is_refused(
         self, load: Load, orpheus: Path, checkpoints: Checkpoints
     ) -> None:
         shutil.copy(checkpoints("llasa") / "tokenizer.json", orpheus)
-        with pytest.raises(ConfigError, match="no checkpoint of preset 'orpheus'.*does not know"):
+        with pytest.raises(ConfigError, match=r"no checkpoint of preset 'orpheus'.*does not know"):
             load("orpheus", model=orpheus)
 
     def test_weights_are_looked_at(self, load: Load, orpheus: Path) -> None:
         shard = orpheus / "model-00001-of-00002.safetensors"
         shard.write_bytes(shard.read_bytes()[:-100])
-        with pytest.raises(ConfigError, match="not copied to its end"):
+        with pytest.raises(ConfigError, match=r"not copied to its end"):
             load(orpheus)
 
     def test_a_vocabulary_size_must_be_said(self, load: Load, orpheus: Path) -> None:
         _edit(orpheus, vocab_size=None)
-        with pytest.raises(ConfigError, match="has no vocab_size"):
+        with pytest.raises(ConfigError, match=r"has no vocab_size"):
             load(orpheus)
 
 

@@ -74,7 +74,7 @@ class TestOrpheus:
     async def test_an_unknown_voice_is_refused_with_those_there_are(
         self, orpheus: PromptInput, voice: str
     ) -> None:
-        with pytest.raises(InvalidRequest, match="known: tara, leah") as raised:
+        with pytest.raises(InvalidRequest, match=r"known: tara, leah") as raised:
             await orpheus.adapt(StageInput(prompt="Hi.", voice=voice))
         assert raised.value.parameter == "voice"
 
@@ -82,7 +82,8 @@ class TestOrpheus:
         self, orpheus: PromptInput
     ) -> None:
         assert (await orpheus.adapt(StageInput(prompt=[1, 2]))).prompt == [1, 2]
-        for empty in ("", " \n", []):
+        nothing: tuple[str | list[int], ...] = ("", " \n", [])
+        for empty in nothing:
             with pytest.raises(InvalidRequest):
                 await orpheus.adapt(StageInput(prompt=empty))
 
@@ -95,7 +96,7 @@ class TestOrpheus:
         self, orpheus: PromptInput
     ) -> None:
         text = "This is a sentence of some words. " * 20
-        with pytest.raises(InvalidRequest, match="at most 230 at once; by_sentence=True"):
+        with pytest.raises(InvalidRequest, match=r"at most 230 at once; by_sentence=True"):
             orpheus.split(StageInput(prompt=text))
         pieces = orpheus.split(StageInput(prompt=text, by_sentence=True, voice="leo"))
         assert "".join(str(p.prompt) for p in pieces).replace(" ", "") == text.replace(" ", "")
@@ -159,18 +160,18 @@ class TestRecordedVoices:
         )
         assert neutts.ids("Good day.") == reference.encode(text).ids
         assert neutts.ids("Good day.", "jo") != neutts.ids("Good day.", "dave")
-        with pytest.raises(InvalidRequest, match="nothing to say"):
+        with pytest.raises(InvalidRequest, match=r"nothing to say"):
             neutts.ids("...!", "jo")
 
     def test_neutts_without_a_recorded_voice_does_not_start(self, checkpoints: Checkpoints) -> None:
-        with pytest.raises(ConfigError, match="voice_directory"):
+        with pytest.raises(ConfigError, match=r"voice_directory"):
             adapter_of(checkpoints, "neutts", "neucodec")
 
     def test_voices_are_known_by_their_files(self, voices: Path) -> None:
         found = Voices(directory=str(voices), recorded=True)
         assert found.known == ("dave", "jo")
         assert found.name_of(None) == "dave"
-        with pytest.raises(InvalidRequest, match="known: dave, jo"):
+        with pytest.raises(InvalidRequest, match=r"known: dave, jo"):
             found.name_of("notes")
 
     @pytest.mark.parametrize(
@@ -194,15 +195,15 @@ class TestRecordedVoices:
 
     def test_files_that_are_no_codes_are_refused(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("a")
-        with pytest.raises(ConfigError, match="has no recorded voice"):
+        with pytest.raises(ConfigError, match=r"has no recorded voice"):
             Voices(directory=str(tmp_path))
         for name in ("a.npy", "a.pt"):
             (tmp_path / name).write_bytes(b"nonsense")
-            with pytest.raises(ConfigError, match="the voice 'a'"):
+            with pytest.raises(ConfigError, match=r"the voice 'a'"):
                 Voices(directory=str(tmp_path))
             (tmp_path / name).unlink()
         np.save(tmp_path / "a.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
-        with pytest.raises(ConfigError, match="the voice 'a'"):
+        with pytest.raises(ConfigError, match=r"the voice 'a'"):
             Voices(directory=str(tmp_path))
 
 

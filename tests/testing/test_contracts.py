@@ -41,7 +41,7 @@ def cases(contract: Sequence[Check], *makes: Any) -> pytest.MarkDecorator:
 
 
 def talker() -> TalkerDecoder:
-    return TalkerDecoder(TALKER.model / "code2wav")
+    return TalkerDecoder(Path(TALKER.model) / "code2wav")
 
 
 def many_codebooks() -> FakeDecoder:

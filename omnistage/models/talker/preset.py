@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omnistage.adapters.processor import Step
+    from omnistage.checkpoint import Checkpoint
     from omnistage.decoders.base import Decoder
-    from omnistage.models.checkpoint import Checkpoint
     from omnistage.request import FinishReason, StageInput, Start
 
 log = logging.getLogger(__name__)
