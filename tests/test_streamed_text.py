@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import random
@@ -386,6 +387,25 @@ async def test_an_iterator_that_aborts_its_own_stream_ends_it() -> None:
         streams.append(running.submit(aborts()))
         with pytest.raises(StreamClosed):
             await streams[0].finished()
+
+
+async def test_an_iterator_that_swallows_its_cancellation_is_ended_at_its_next_part() -> None:
+    ended: list[str] = []
+
+    async def swallows() -> AsyncIterator[str]:
+        try:
+            yield "One. "
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            yield "Two. "
+            await asyncio.Event().wait()
+        finally:
+            ended.append("ended")
+
+    async with nothing_left(pipeline()) as running, asyncio.timeout(5):
+        async with running.submit(swallows()) as stream:
+            await anext(stream)
+        assert ended == ["ended"]
 
 
 async def test_an_iterator_that_does_not_let_itself_be_closed_is_named(
