@@ -168,10 +168,10 @@ async def test_a_long_text_is_run_by_sentence_when_asked() -> None:
         prompts.append(asked.prompt)
         return by_letters(asked)
 
-    text = "This is a sentence. " * 500
+    text = "This is a sentence. " * 120
     async with nothing_left(pipeline(script)) as running:
         assert await heard(running.submit(text, by_sentence=True)) == said(text)
-        assert prompts == ["This is a sentence."] * 500
+        assert prompts == ["This is a sentence."] * 120
         assert await heard(running.submit("A. B c.")) == [ord(c) for c in "A. B c." for _ in "1234"]
         for prompt in ([1, 2], np.ones((2, 3))):
             with pytest.raises(InvalidRequest) as raised:
@@ -439,6 +439,14 @@ async def test_no_more_is_read_than_is_needed() -> None:
             # The last part shows the end of the sentence before it.
             assert source.read <= request._started_takes + _AHEAD + 1
     assert source.read == 100
+
+
+async def test_a_part_of_any_length_is_cut_as_it_is_needed() -> None:
+    source = Source("A sentence. " * 20_000)
+    async with nothing_left(pipeline()) as running, running.submit(source) as stream:
+        for _ in range(20):
+            await anext(stream)
+            assert len(stream._request._pieces) <= _AHEAD
 
 
 class Watched:

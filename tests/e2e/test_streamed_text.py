@@ -80,12 +80,13 @@ async def test_a_reader_that_is_slow_gets_all_of_it(talker: Pipeline, one_by_one
     np.testing.assert_array_equal(np.concatenate(pieces), one_by_one.pcm)
 
 
-async def test_eight_at_once_each_end_with_their_own_usage(talker: Pipeline) -> None:
+async def test_eight_at_once_beside_others_each_end_with_their_own_usage(talker: Pipeline) -> None:
     texts = ["One. Two is more. ", "Three? Then four and five! ", "Six. Seven. Eight. "]
     texts = [texts[n % 3] + f"This was number {n}." for n in range(8)]
-    expected = [await talker.submit(text, seed=1).finished() for text in texts]
-    streams = [talker.submit(Source(*text, pause=0.001), seed=1) for text in texts]
+    streams = [talker.submit(text) for text in texts]
+    streams += [talker.submit(Source(*text, pause=0.001)) for text in texts]
     usages = await asyncio.gather(*(stream.finished() for stream in streams))
+    expected, usages = usages[:8], usages[8:]
     for usage, alone in zip(usages, expected, strict=True):
         assert usage.prompt_tokens == alone.prompt_tokens
         assert usage.finish_reason is FinishReason.STOP
