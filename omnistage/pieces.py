@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _AHEAD: Final = 2
 """Pieces that may wait to be submitted before no more of the text is read."""
 _CLOSE_SECONDS: Final = 10.0
-_SLICE: Final = 4096  # characters of a text that is there, cut at a time
+_SLICE: Final = 4096  # characters that are cut at a time, though there may be a book of them
 
 
 class Pieces:
@@ -123,7 +123,7 @@ class Pieces:
     async def _run(self, ar: AutoregressiveStage) -> None:
         text = self._text
         if text is None and self._asked.by_sentence:
-            text = _in_slices(str(self._asked.prompt))
+            text = _once(str(self._asked.prompt))
         try:
             self._reading = not self._cancelled
             if self._reading:
@@ -147,16 +147,20 @@ class Pieces:
         cutter = SentenceCutter()
         self._iterator = parts = aiter(text)
         while (part := await self._next(parts)) is not None:
-            for sentence in cutter.feed(part):
-                self._add(await self._split(ar, sentence))
-                while len(self._waiting) >= _AHEAD:
-                    self._room.clear()
-                    await self._room.wait()
+            for start in range(0, len(part), _SLICE):
+                for sentence in cutter.feed(part[start : start + _SLICE]):
+                    self._add(await self._split(ar, sentence))
+                    await self._wait_for_room()
         rest = cutter.flush()
         if not rest and not self._given:
             raise InvalidRequest("the text is empty; give at least one word", parameter="prompt")
         last = [piece for sentence in rest for piece in await self._split(ar, sentence)]
         self._add(last, complete=True)
+
+    async def _wait_for_room(self) -> None:
+        while len(self._waiting) >= _AHEAD:
+            self._room.clear()
+            await self._room.wait()
 
     async def _next(self, parts: AsyncIterator[str]) -> str | None:
         """The next part of the text; None at its end."""
@@ -173,6 +177,8 @@ class Pieces:
             raise ServerError(
                 f"the text's iterator raised {type(error).__name__}: {error}"
             ) from error
+        if self._cancelled:
+            raise asyncio.CancelledError  # the iterator has swallowed it
         if not isinstance(part, str):
             raise InvalidRequest(
                 f"a text comes in parts of str, got {type(part).__name__}", parameter="prompt"
@@ -195,7 +201,8 @@ class Pieces:
 
     async def _close(self) -> None:
         """Close the iterator if it can be closed; nobody is there to hear what goes wrong."""
-        aclose = getattr(self._iterator, "aclose", None)
+        iterator, self._iterator = self._iterator, None
+        aclose = getattr(iterator, "aclose", None)
         if aclose is None:
             return
         try:
@@ -206,9 +213,8 @@ class Pieces:
             )
 
 
-async def _in_slices(text: str) -> AsyncIterator[str]:
-    for start in range(0, len(text), _SLICE):
-        yield text[start : start + _SLICE]
+async def _once(text: str) -> AsyncIterator[str]:
+    yield text
 
 
 def _caused(error: OmniStageError, cause: BaseException) -> OmniStageError:

@@ -248,7 +248,8 @@ class StageRequest:
         consumers: (channel, subscriber id) pairs that receive the AR stage's updates.
         reply: See :class:`Start`.
         after: Internal id of the request that this one continues, of the same submission.
-        more: Whether another one of the submission will follow.
+        more: Whether another one of the submission will follow, or may: of a text that comes it is
+            not known. Where none does, the request is dropped after its end.
     """
 
     request_id: str

@@ -290,7 +290,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
         reply: The client's subscriber id, under which decoders publish the audio.
         after: Id of the request that this one continues, of one submission; a service that drains
             takes it still.
-        more: Whether another one will follow, which a service that drains waits for.
+        more: Whether another one may follow, which a service that drains waits for; an
+            :class:`Abort` after the end says that none will.
     """
 
     version: int

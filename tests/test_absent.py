@@ -25,7 +25,8 @@ async def text_in_pieces() -> AsyncIterator[str]:
     yield "world."
 
 
-async def test_input_that_comes_in_pieces_is_refused() -> None:
+async def test_an_input_adapter_takes_no_text_that_comes() -> None:
+    """That is cut into sentences before it gets there."""
     for prompt in (text_in_pieces(), iter([1, 2, 3])):
         with pytest.raises(InvalidRequest) as raised:
             await TextInput().adapt(StageInput(prompt=prompt))  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import random
@@ -167,10 +168,10 @@ async def test_a_long_text_is_run_by_sentence_when_asked() -> None:
         prompts.append(asked.prompt)
         return by_letters(asked)
 
-    text = "This is a sentence. " * 500
+    text = "This is a sentence. " * 120
     async with nothing_left(pipeline(script)) as running:
         assert await heard(running.submit(text, by_sentence=True)) == said(text)
-        assert prompts == ["This is a sentence."] * 500
+        assert prompts == ["This is a sentence."] * 120
         assert await heard(running.submit("A. B c.")) == [ord(c) for c in "A. B c." for _ in "1234"]
         for prompt in ([1, 2], np.ones((2, 3))):
             with pytest.raises(InvalidRequest) as raised:
@@ -388,6 +389,25 @@ async def test_an_iterator_that_aborts_its_own_stream_ends_it() -> None:
             await streams[0].finished()
 
 
+async def test_an_iterator_that_swallows_its_cancellation_is_ended_at_its_next_part() -> None:
+    ended: list[str] = []
+
+    async def swallows() -> AsyncIterator[str]:
+        try:
+            yield "One. "
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            yield "Two. "
+            await asyncio.Event().wait()
+        finally:
+            ended.append("ended")
+
+    async with nothing_left(pipeline()) as running, asyncio.timeout(5):
+        async with running.submit(swallows()) as stream:
+            await anext(stream)
+        assert ended == ["ended"]
+
+
 async def test_an_iterator_that_does_not_let_itself_be_closed_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -419,6 +439,14 @@ async def test_no_more_is_read_than_is_needed() -> None:
             # The last part shows the end of the sentence before it.
             assert source.read <= request._started_takes + _AHEAD + 1
     assert source.read == 100
+
+
+async def test_a_part_of_any_length_is_cut_as_it_is_needed() -> None:
+    source = Source("A sentence. " * 20_000)
+    async with nothing_left(pipeline()) as running, running.submit(source) as stream:
+        for _ in range(20):
+            await anext(stream)
+            assert len(stream._request._pieces) <= _AHEAD
 
 
 class Watched:

@@ -283,7 +283,7 @@ class RemoteRequest:
         stage: Where.
         request_id: Internal id.
         on_done: Called once, with the usage or with what went wrong.
-        more: Whether the service waits for one that continues it.
+        more: Whether the service waits for one that may continue it.
     """
 
     def __init__(

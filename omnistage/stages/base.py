@@ -123,7 +123,10 @@ class RunningRequest(Protocol):
         ...
 
     def fail(self, error: OmniStageError) -> None:
-        """Report ``error`` instead of the result, and abort."""
+        """Report ``error`` instead of the result, and abort.
+
+        After the end of a request with ``more``, it says that no other continues it.
+        """
         ...
 
 
@@ -153,6 +156,8 @@ class AutoregressiveStage(Stage, Protocol):
 
     async def split(self, asked: StageInput) -> Sequence[StageInput]:
         """The requests that a submission becomes, one after the other; mostly itself alone.
+
+        With ``by_sentence`` it is called for each sentence, and may leave that out.
 
         Raises:
             InvalidRequest: It cannot be served.

@@ -108,7 +108,7 @@ class Branch:
             request_id: Internal id.
             sink: Receives its audio.
             after: The request that it continues, which makes no difference here.
-            more: Whether another one will continue it, which makes none either.
+            more: Whether another one may continue it, which makes none either.
 
         Returns:
             The (channel, subscriber id) that they must be published to.

@@ -37,7 +37,7 @@ class RequestBranch(Protocol):
     def open(
         self, request_id: str, sink: PacedSink, *, after: str | None = None, more: bool = False
     ) -> tuple[str, str]:
-        """Expect a request, perhaps one that continues another, or that another will continue.
+        """Expect a request, perhaps one that continues another, or that another may continue.
 
         Returns:
             The (channel, subscriber id) to publish its updates to.
@@ -45,7 +45,7 @@ class RequestBranch(Protocol):
         ...
 
     def drop(self, request_id: str) -> None:
-        """Forget a request: its sink is not called again. Idempotent."""
+        """Forget a request: its sink is not called again, and none continues it. Idempotent."""
         ...
 
     def resume(self, request_id: str) -> None:

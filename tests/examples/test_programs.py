@@ -49,6 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Sandbox, D
         "in_app": (sys.executable, EXAMPLES / "in_app.py"),
         "custom_decoder": (sys.executable, EXAMPLES / "custom_decoder.py"),
         "custom_stage": (sys.executable, "-c", FORKED, EXAMPLES / "custom_stage.py"),
+        "streamed_text": (sys.executable, "-c", FORKED, EXAMPLES / "streamed_text.py"),
         "readme": (sys.executable, "-c", FORKED, readme),
     }
     boxes = [
@@ -63,7 +64,9 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", ["in_app", "custom_decoder", "custom_stage", "readme"])
+@pytest.mark.parametrize(
+    "name", ["in_app", "custom_decoder", "custom_stage", "streamed_text", "readme"]
+)
 def test_it_succeeds_and_leaves_nothing_but_its_output(
     runs: dict[str, tuple[Sandbox, Done]], name: str
 ) -> None:
@@ -108,6 +111,18 @@ def test_the_call_is_resampled_to_8_khz(runs: dict[str, tuple[Sandbox, Done]]) -
     assert 0.7 < len(samples) / rate < 3
     assert float(np.sqrt(np.mean(samples**2))) > 0.02
     assert re.fullmatch(r"call\.wav: \d\.\d\d s at 8000 Hz, stop\n", done.stdout)
+
+
+@pytest.mark.vllm
+def test_the_answer_is_spoken_while_it_is_written(runs: dict[str, tuple[Sandbox, Done]]) -> None:
+    sandbox, done = runs["streamed_text"]
+    first, complete, last = done.stdout.splitlines()
+    assert re.fullmatch(r"first audio after \d\.\d\d s", first)
+    assert complete == "the text is complete"
+    samples, rate = read(sandbox.output / "answer.wav")
+    assert last == f"answer.wav: {len(samples) / rate:.2f} s"
+    assert 6 < len(samples) / rate < 14
+    assert float(np.sqrt(np.mean(samples**2))) > 0.02
 
 
 @pytest.mark.vllm
