@@ -183,7 +183,7 @@ def test_a_model_on_disk_speaks_with_one_argument(
         "preset": "orpheus",
         "decoder": {"model": "snac"},
         "voices": ["ana"],
-        "sampling": {"max_tokens": 64},
+        "sampling": {"min_tokens": 64, "max_tokens": 64},
         "engine_args": {"enforce_eager": True},
     }
     (where / "omnistage.json").write_text(json.dumps(settings))
