@@ -177,6 +177,8 @@ async def test_a_long_text_is_run_by_sentence_when_asked() -> None:
             with pytest.raises(InvalidRequest) as raised:
                 running.submit(prompt, by_sentence=True)
             assert raised.value.parameter == "by_sentence"
+        with pytest.raises(InvalidRequest, match="by_sentence must be bool"):
+            running.submit("One.", by_sentence="yes")  # type: ignore[arg-type]
 
 
 async def test_what_has_no_letter_is_left_out_and_the_rest_goes_on() -> None:

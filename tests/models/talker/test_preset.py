@@ -83,6 +83,15 @@ class TestLongText:
         asked = StageInput(prompt=HELLO)
         assert TalkerInput(TALKER).split(asked) == [asked]
 
+    def test_a_sentence_of_several_that_cannot_be_spoken_is_skipped_with_a_warning(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        adapter = TalkerInput(TALKER)
+        assert adapter.split(StageInput(prompt="Привет.", by_sentence=True)) == []
+        assert "7 characters that cannot be spoken" in caplog.text
+        alone = StageInput(prompt="Привет.")
+        assert adapter.split(alone) == [alone]  # whose adapt() says what is wrong with it
+
     @pytest.mark.parametrize("text", ["word " * 20_001, "Hello. " + "x" * 500])
     def test_beyond_reason_is_refused_before_anything_is_spoken(self, text: str) -> None:
         with pytest.raises(InvalidRequest, match=r"characters"):
