@@ -65,7 +65,7 @@ class Checkpoint:
             path = self.directory / name
             return path if path.is_file() else None
         try:
-            from huggingface_hub import hf_hub_download
+            from huggingface_hub import hf_hub_download, try_to_load_from_cache
             from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
         except ImportError as error:
             raise self.failure(
@@ -74,6 +74,9 @@ class Checkpoint:
         try:
             return Path(hf_hub_download(self.where, name, revision=self._revision))
         except LocalEntryNotFoundError as error:  # offline, or the hub did not answer
+            known = try_to_load_from_cache(self.where, "config.json", revision=self._revision)
+            if isinstance(known, str) and name != "config.json":
+                return None
             raise self.failure(
                 f"it is no directory here, {name} is not in the hub's cache, and it could not be "
                 f"fetched: {error}"
@@ -91,7 +94,7 @@ class Checkpoint:
         """
         path = self.find(name)
         if path is None:
-            raise self.failure(f"it has no {name}")
+            raise self.failure(f"it has no {name}{self._here}")
         return path
 
     def json(self, name: str) -> dict[str, Any]:
@@ -125,8 +128,8 @@ class Checkpoint:
         path = self.find("tokenizer.json")
         if path is None:
             raise self.failure(
-                "it has no tokenizer.json, which prompts are made with; copy the tokenizer's files "
-                "there"
+                f"it has no tokenizer.json{self._here}, which prompts are made with; copy the "
+                "tokenizer's files there"
             )
         try:
             file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
@@ -161,6 +164,10 @@ class Checkpoint:
             return sum(path.stat().st_size for path in others)
         raise self.failure("it has no weights: there is no *.safetensors file")
 
+    @property
+    def _here(self) -> str:
+        return "" if self.directory is not None else " in the hub's cache"
+
     def failure(self, reason: object) -> ConfigError:
         """The error that says what could not be loaded and why."""
         text = " ".join(str(reason).split())
@@ -194,7 +201,8 @@ class Checkpoint:
         wanted = 8 + length + max(ends, default=0)
         if size != wanted:
             raise self.failure(
-                f"{path.name} has {size} bytes and was not copied to its end, {wanted}"
+                f"{path.name} has {size} bytes, its header says {wanted}: it was not copied to its "
+                "end"
             )
         return size
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from omnistage.config import ARStageConfig
 from omnistage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from omnistage.config import DecoderStageConfig
+    from omnistage.config import ARStageConfig, DecoderStageConfig
     from omnistage.models.preset import Preset
 
 
@@ -50,6 +49,8 @@ def describe_preset(model: str, /, **changes: Any) -> dict[str, Any]:
 
 def _changed(model: str, changes: dict[str, Any]) -> tuple[Preset, dict[str, Any]]:
     """A preset with its changes, and those that are its AR stage's."""
+    # Not above: the engine process imports a preset's processor, and needs nothing of this.
+    from omnistage.config import ARStageConfig
     from omnistage.models.catalog import find
 
     preset = find(model)

@@ -51,9 +51,8 @@ def get(name: str) -> Preset:
     if name not in others:
         near = difflib.get_close_matches(name, names(), 1)
         raise ConfigError(
-            f"unknown preset {name!r}; known: {', '.join(names())}"
-            + (f". Did you mean {near[0]!r}?" if near else "")
-            + ". A model's directory or hub id (OWNER/NAME) will do too"
+            f"unknown preset {name!r}; known: {', '.join(names())}, a model's directory, or its "
+            "hub id (OWNER/NAME)" + (f". Did you mean {near[0]!r}?" if near else "")
         )
     point = others[name]
     try:
