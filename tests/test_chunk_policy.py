@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omnistage.models.flat import LLASA, NEUTTS
+from omnistage.models.orpheus import ORPHEUS
 from omnistage.models.talker.preset import TALKER
 from omnistage.request import ChunkPolicy
 
@@ -37,7 +39,14 @@ def test_made_twice_as_fast_as_chunks_grow_no_chunk_comes_late(
 
 
 @pytest.mark.parametrize(
-    ("policy", "speed"), [(ChunkPolicy(), 2.0), (TALKER.chunks, 1.6)], ids=["default", "talker"]
+    ("policy", "speed"),
+    [
+        pytest.param(ChunkPolicy(), 2.0, id="default"),
+        pytest.param(TALKER.chunks, 1.6, id="talker"),
+        pytest.param(ORPHEUS.chunks, 1.7, id="orpheus"),
+        pytest.param(LLASA.chunks, 1.4, id="llasa"),
+        pytest.param(NEUTTS.chunks, 1.4, id="neutts"),
+    ],
 )
 def test_the_policies_that_come_along_need_no_more_than_their_growth(
     policy: ChunkPolicy, speed: float

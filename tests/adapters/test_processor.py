@@ -83,6 +83,38 @@ def test_any_grouping_into_steps_gives_the_same_frames_and_counts(
     assert len(frames) + dropped == len(ids)
 
 
+class TestOrpheus:
+    """Frames of seven, each slot with a range of its own, from 128266 on."""
+
+    ORPHEUS = CodecFrames(first_id=128_266, codebook_size=4096, codebooks=7, stride=4096)
+
+    @staticmethod
+    def ids(*slots: int, code: int = 9) -> list[int]:
+        return [128_266 + 4096 * slot + code for slot in slots]
+
+    def test_an_id_outside_its_slots_range_drops_the_partial_frame_and_is_counted(self) -> None:
+        broken = [*self.ids(0, 1, 2), 128_258, *self.ids(0, 1, 2, 3, 4, 5, 6)]
+        assert run(self.ORPHEUS, broken) == ([9] * 7, 4)
+
+    def test_slots_count_from_where_a_frame_begins_again(self) -> None:
+        # A slot is left out: the rest of its frame is nobody's, and the next one is whole.
+        broken = [*self.ids(0, 1, 3, 4, 5, 6), *self.ids(0, 1, 2, 3, 4, 5, 6)]
+        assert run(self.ORPHEUS, broken) == ([9] * 7, 6)
+
+    def test_an_id_of_slot_0_where_another_is_due_begins_a_frame(self) -> None:
+        broken = [*self.ids(0, 1), *self.ids(0, 1, 2, 3, 4, 5, 6)]
+        assert run(self.ORPHEUS, broken) == ([9] * 7, 2)
+
+    def test_the_edges_of_a_range(self) -> None:
+        edges = [128_266 + 4096 * slot + code for code in (0, 4095) for slot in range(7)]
+        assert run(self.ORPHEUS, edges) == ([0] * 7 + [4095] * 7, 0)
+        assert run(self.ORPHEUS, [128_265]) == ([], 1)
+        assert run(self.ORPHEUS, [128_266 + 7 * 4096]) == ([], 1)
+
+    def test_a_frame_that_the_end_cuts_short_is_counted(self) -> None:
+        assert run(self.ORPHEUS, [*self.ids(0, 1, 2, 3, 4, 5, 6), *self.ids(0, 1)]) == ([9] * 7, 2)
+
+
 def test_the_shipped_processors_keep_the_protocol() -> None:
     assert isinstance(TokenUpdates(), ChunkProcessor)
     assert isinstance(CodecFrames(first_id=0, codebook_size=1), ChunkProcessor)

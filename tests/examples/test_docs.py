@@ -67,9 +67,15 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
-@pytest.mark.parametrize(
-    "page", [DOCS / "models.md", *sorted((DOCS / "guides").glob("*.md"))], ids=lambda p: p.stem
-)
+WITH_CODE = [
+    DOCS / "models.md",
+    DOCS / "decoders.md",
+    *sorted((DOCS / "presets").glob("*.md")),
+    *sorted((DOCS / "guides").glob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: p.stem)
 def test_the_code_of_a_guide_runs(page: Path, tmp_path: Path) -> None:
     code = tmp_path / f"{page.stem.replace('-', '_')}.py"
     code.write_text("\n".join(python_blocks(page)))

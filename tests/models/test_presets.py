@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from importlib import metadata
@@ -17,6 +18,7 @@ from omnistage.config import ARStageConfig, DecoderStageConfig
 from omnistage.errors import ConfigError
 from omnistage.models import catalog, describe_preset, load_preset
 from omnistage.models.orpheus import ORPHEUS
+from omnistage.models.speech_lm import SpeechLM
 from tests.conftest import Checkpoints
 
 FAMILIES = {"orpheus": "snac", "llasa": "xcodec2"}
@@ -305,3 +307,29 @@ def test_a_description_says_what_would_run(checkpoints: Checkpoints) -> None:
 def _edit(where: Path, **changes: Any) -> None:
     path = where / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+class TestPages:
+    """What docs/presets says of a preset is what it has."""
+
+    PAGES = Path(__file__).parents[2] / "docs" / "presets"
+
+    def test_every_preset_has_a_page_and_every_field_a_row(self) -> None:
+        index = (self.PAGES / "index.md").read_text()
+        for name in catalog._OWN:
+            assert f"| `{name}` |" in index
+            assert (self.PAGES / f"{name}.md").is_file()
+        for field in ORPHEUS.changeable():
+            assert re.search(rf"^\|[^|]*`{field}`", index, re.M), field
+
+    @pytest.mark.parametrize("name", [name for name in catalog._OWN if name != "talker"])
+    def test_limits_voices_and_licences_are_as_said(self, name: str) -> None:
+        preset = catalog.get(name)
+        assert isinstance(preset, SpeechLM)
+        page = (self.PAGES / f"{name}.md").read_text()
+        assert f"{preset.max_text} characters a request" in page or name == "flat"
+        assert f"{preset.sampling['max_tokens']:,} tokens" in page
+        for voice in preset.voices:
+            assert f"`{voice}`" in page
+        if preset.model:
+            assert preset.model in page
