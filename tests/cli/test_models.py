@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import wave
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.cli.sandbox import COMMAND, Sandbox
+from tests.cli.test_stage import Process
 from tests.conftest import Checkpoints
 
 
@@ -201,3 +203,44 @@ def test_a_model_on_disk_speaks_with_one_argument(
     assert refused.code == 2
     assert "unknown voice 'tara'; known: ana" in refused.stderr
     assert sandbox.leftovers() == []
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(180)
+def test_a_preset_is_served_and_takes_no_other_presets_decoder(
+    checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    sandbox = Sandbox(tmp_path_factory.mktemp("box"))
+    model = (
+        "--model", str(checkpoints("orpheus")), *decoder(checkpoints),
+        "--set", "engine_args.enforce_eager=true", "--set", "sampling.max_tokens=64",
+    )  # fmt: skip
+    bind = ("--bind", "tcp://127.0.0.1:0", "--json")
+    ar = Process(sandbox, "ar", COMMAND, "stage", "ar", *bind, *model)
+    try:
+        endpoint = ar.wait_for(r'"(tcp://[^"]+)"')[1]
+        stage = (COMMAND, "stage", "decoder", "--connect", endpoint, *bind)
+        wrong = Process(sandbox, "wrong", *stage)  # the talker's
+        assert wrong.end() == 3
+        assert "talker" in wrong.err
+        assert "orpheus" in wrong.err
+        right = Process(sandbox, "right", *stage, *model)
+        right.wait_for('"endpoint"')
+        spoken = [
+            sandbox.run(
+                COMMAND, "speak", "Hello. It is late.", "-o", f"{voice}.wav", "--json",
+                "--connect", endpoint, "--voice", voice, "--by-sentence", "--seed", "5",
+            )
+            for voice in ("tara", "zoe", "nobody")
+        ]  # fmt: skip
+        assert [done.code for done in spoken] == [0, 0, 2], spoken[1].stderr
+        assert "known: tara" in spoken[2].stderr
+        with wave.open(str(sandbox.output / "tara.wav")) as wav:
+            assert wav.getframerate() == 24_000
+            assert wav.getnframes() % 2048 == 0
+        for process in (right, ar):
+            assert process.end(signal.SIGTERM) == 0, process.err
+        assert not sandbox.leftovers()
+    finally:
+        for left in sandbox.processes():
+            left.kill()
