@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from omnistage.speaker import Speaker, speak
     from omnistage.speech import Speech
-    from omnistage.stages.ar import attach
+    from omnistage.stages.attach import attach
     from omnistage.stages.base import AudioSink, AudioStage, AutoregressiveStage, Stage
     from omnistage.stream import Stream
     from omnistage.subscription import Subscription, subscribe
@@ -45,7 +45,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "subscribe": "subscription",
     "speak": "speaker",
-    "attach": "stages.ar",
+    "attach": "stages.attach",
     "TokenUpdate": "request",
     "Subscription": "subscription",
     "Speech": "speech",

@@ -79,6 +79,21 @@ class ARStageConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIO:
+    """What a running AR stage's model takes and gives beside ids, where stages must fit together.
+
+    Args:
+        has_tokenizer: Whether its ids can be made text.
+        hidden_size: Numbers of a row of hidden states.
+        embedding_size: Numbers a position of a prompt of embeddings; None if it takes none.
+    """
+
+    has_tokenizer: bool
+    hidden_size: int
+    embedding_size: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
     """How long a request may be without progress; None for as long as it takes.
 

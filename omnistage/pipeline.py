@@ -6,27 +6,33 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from omnistage.config import ARStageConfig, DecoderStageConfig
 from omnistage.errors import ConfigError, InvalidRequest, StageClosed
 from omnistage.metrics import RequestMetrics, default_metrics
 from omnistage.monitoring import Health as Health
-from omnistage.request import ChunkPolicy, StageInput, check_name, check_text, is_positive
+from omnistage.request import (
+    MODALITIES,
+    ChunkPolicy,
+    StageInput,
+    check_name,
+    check_text,
+    is_positive,
+)
 from omnistage.services.remote_ar import RemoteARStage, RemoteRoute
 from omnistage.stages.admission import consumers_of
-from omnistage.stages.ar import ARStage
-from omnistage.stages.base import settled
+from omnistage.stages.base import serve, settled
 from omnistage.stages.branch import Branch
 from omnistage.stages.environment import check_event_loop
+from omnistage.stages.make import ar_maker
 from omnistage.stages.route import Route, close, pick, start
 from omnistage.stream import Stream, Submission
 from omnistage.transport.endpoints import Endpoints, check_endpoint
 from omnistage.transport.keys import load_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -51,7 +57,9 @@ class Pipeline:
             has one, is the directory of their keys.
         decoder: The decoder stage; several, each of which decodes every request; or none, where
             requests end with the AR stage or others subscribe to its updates.
-        llm: An engine that is running already, its configuration given to
+        thinker: Another AR stage, before it: requests are answered there, in text, and the rows of
+            hidden states behind that are the prompts of ``ar``, which is the talker then.
+        llm: An engine for ``ar`` that is running already, its configuration given to
             :func:`~omnistage.attach` before it was made. The pipeline leaves it running.
 
     Raises:
@@ -63,26 +71,19 @@ class Pipeline:
         *,
         ar: ARStageConfig | Callable[[Endpoints], AutoregressiveStage],
         decoder: DecoderStageConfig | Sequence[DecoderStageConfig] | None,
+        thinker: ARStageConfig | Callable[[Endpoints], AutoregressiveStage] | None = None,
         llm: AsyncLLM | None = None,
     ) -> None:
         decoders = [decoder] if isinstance(decoder, DecoderStageConfig) else list(decoder or ())
         if not all(isinstance(one, DecoderStageConfig) for one in decoders):
             raise ConfigError("decoder is a DecoderStageConfig, a list of them, or None")
-        if isinstance(ar, ARStageConfig):
-            config = ar
-            make_ar: Callable[[Endpoints], AutoregressiveStage] = partial(ARStage, config, llm=llm)
-        elif llm is not None:
-            raise ConfigError("llm= goes with an ARStageConfig")
-        elif callable(ar):
-            make_ar = ar
-        else:
-            raise ConfigError(f"ar is an ARStageConfig, or makes an AR stage, got {ar!r}")
-        _check_names([*([ar] if isinstance(ar, ARStageConfig) else []), *decoders])
+        make_ar = ar_maker(ar, thinker, llm)
+        _check_names([*(s for s in (thinker, ar) if isinstance(s, ARStageConfig)), *decoders])
         self._set_up(
             lambda endpoints: [
                 Route(make_ar(endpoints), [Branch(config, endpoints) for config in decoders])
             ],
-            getattr(ar, "keys", None),
+            getattr(ar, "keys", None) or getattr(thinker, "keys", None),
         )
 
     def _set_up(
@@ -259,6 +260,7 @@ class Pipeline:
         trace_headers: Mapping[str, str] | None = None,
         conditioning: Mapping[str, Array] | None = None,
         by_sentence: bool = False,
+        modalities: Collection[str] = MODALITIES,
         subscribers: Iterable[str] = (),
         request_id: str | None = None,
     ) -> Stream:
@@ -276,6 +278,7 @@ class Pipeline:
             trace_headers: W3C trace context.
             conditioning: Tensors for the model, by name; copied.
             by_sentence: Whether a text is run sentence by sentence, as one that comes always is.
+            modalities: ``("text",)`` for a thinker's text alone, which never reaches the talker.
             subscribers: Ids under which others have subscribed to updates, and get this request's;
                 one that is not there fails the request.
             request_id: What the caller calls it, for logs; two requests may share it.
@@ -304,6 +307,7 @@ class Pipeline:
             trace_headers=trace_headers,
             conditioning=conditioning,
             by_sentence=by_sentence or text is not None,
+            modalities=modalities,
         )
         return Stream(
             Submission(
@@ -359,19 +363,18 @@ class Pipeline:
                 self._routes = ()
 
     async def _serve(self, stages: Sequence[Stage]) -> None:
-        serving = [asyncio.create_task(stage.serve(), name=stage.name) for stage in stages]
+        serving = asyncio.create_task(serve(stages))
         stopping = asyncio.create_task(self._stop.wait())
         if self._started is not None:
             self._started.set_result(None)
         try:
-            done, _ = await asyncio.wait([*serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {stopping}:
-                await task
-                raise StageClosed("a stage's serve() has returned", stage=task.get_name())
+            await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                await serving
         finally:
-            for task in (*serving, stopping):
+            for task in (serving, stopping):
                 task.cancel()
-            await asyncio.gather(*serving, stopping, return_exceptions=True)
+            await asyncio.gather(serving, stopping, return_exceptions=True)
 
     def _why(self) -> str:
         if self._failure is None:

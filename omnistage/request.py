@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omnistage.payload import Array
+    from omnistage.stages.base import TextSink
 
 Pcm = npt.NDArray[np.float32]
 """Mono samples, float32 in [-1, 1], shape [samples]."""
@@ -175,6 +176,9 @@ class Terminal(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     kind: str | None = None
 
 
+MODALITIES: Final = ("text", "audio")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageInput:
     """What a caller gives a pipeline: a prompt, and how to treat it.
@@ -191,6 +195,7 @@ class StageInput:
         trace_headers: W3C trace context.
         conditioning: Tensors for the model, by name.
         by_sentence: The text is one sentence of several, which are run one after the other.
+        modalities: What is wanted of it: text and audio, or of a thinker its text alone.
 
     Raises:
         InvalidRequest: A value of another type than said, or a tensor that cannot cross.
@@ -205,6 +210,12 @@ class StageInput:
     trace_headers: Mapping[str, str] | None = None
     conditioning: Mapping[str, Array] | None = None
     by_sentence: bool = False
+    modalities: Collection[str] = MODALITIES
+
+    @property
+    def wants_audio(self) -> bool:
+        """Whether it is to be spoken."""
+        return "audio" in self.modalities
 
     def __post_init__(self) -> None:
         for name, kind in _INPUT_TYPES.items():
@@ -220,6 +231,11 @@ class StageInput:
             )
         if self.by_sentence and not isinstance(self.prompt, str):
             raise InvalidRequest("by_sentence goes with a text", parameter="by_sentence")
+        if {str(one) for one in self.modalities} not in ({"text"}, set(MODALITIES)):
+            raise InvalidRequest(
+                f"modalities are ('text',) or ('text', 'audio'), got {self.modalities!r}",
+                parameter="modalities",
+            )
         check_text(self.voice, "voice")
         for text in (x for pair in (self.trace_headers or {}).items() for x in pair):
             check_text(text, "trace_headers")
@@ -229,6 +245,7 @@ class StageInput:
 
 
 _INPUT_TYPES: Final[dict[str, type]] = {
+    "modalities": Collection,
     "sampling": Mapping,
     "chunks": ChunkPolicy,
     "trace_headers": Mapping,
@@ -250,6 +267,7 @@ class StageRequest:
         after: Internal id of the request that this one continues, of the same submission.
         more: Whether another one of the submission will follow, or may: of a text that comes it is
             not known. Where none does, the request is dropped after its end.
+        text: Receives its text as it is sampled, where somebody reads that.
     """
 
     request_id: str
@@ -260,6 +278,7 @@ class StageRequest:
     reply: str = ""
     after: str | None = None
     more: bool = False
+    text: TextSink | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,11 +344,12 @@ class Usage:
     """What a finished request took.
 
     Args:
-        prompt_tokens: Tokens of the AR stage's prompt.
+        prompt_tokens: Tokens of the AR stage's prompt; of rows, their number.
         output_tokens: Sampled tokens, the stop token included.
         finish_reason: Why the AR stage stopped.
         dropped_tokens: Sampled ids that stood for no audio frame.
-        text: The AR stage's text, where the request asked for it.
+        text: The thinker's text, or the AR stage's, where the request asked for it.
+        thinker: What the thinker took of a request that was spoken; the rest is the talker's.
     """
 
     prompt_tokens: int
@@ -337,3 +357,18 @@ class Usage:
     finish_reason: FinishReason
     dropped_tokens: int = 0
     text: str | None = None
+    thinker: Usage | None = None
+
+
+def total(usages: Sequence[Usage]) -> Usage:
+    """What requests that followed one another took together; the first that was cut says why."""
+    reasons = [usage.finish_reason for usage in usages]
+    thinkers = [usage.thinker for usage in usages if usage.thinker is not None]
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        output_tokens=sum(usage.output_tokens for usage in usages),
+        finish_reason=next((r for r in reasons if r is not FinishReason.STOP), reasons[0]),
+        dropped_tokens=sum(usage.dropped_tokens for usage in usages),
+        text=" ".join(usage.text for usage in usages if usage.text is not None) or None,
+        thinker=total(thinkers) if thinkers else None,
+    )

@@ -20,16 +20,17 @@ from omnistage.errors import (
     StreamClosed,
 )
 from omnistage.pieces import Pieces
-from omnistage.request import FinishReason, StageRequest, Usage, new_request_id
+from omnistage.request import StageRequest, new_request_id, total
 from omnistage.speech import Speech
 from omnistage.take import Take
+from omnistage.text import Text, TextReader
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
     from types import TracebackType
 
     from omnistage.metrics import RequestMetrics
-    from omnistage.request import AudioChunk, StageInput
+    from omnistage.request import AudioChunk, StageInput, Usage
     from omnistage.stages.base import AutoregressiveStage
     from omnistage.stages.route import RequestBranch
 
@@ -112,12 +113,25 @@ class Stream:
         """What the request took; None until it is complete."""
         return self._request.usage
 
+    @property
+    def text(self) -> AsyncIterator[str]:
+        """The thinker's text, in pieces as they are sampled, from the first one on.
+
+        It may be read beside the audio, in another task, afterwards, or not at all: all pieces are
+        kept. It ends when the thinker is done, or raises what the request failed with before.
+        Cancelling who reads it aborts nothing.
+
+        Raises:
+            ConfigError: The pipeline has no thinker.
+        """
+        return TextReader(self, self._request.text)
+
     async def collect(self) -> Speech:
         """Read what is left and return it in one piece.
 
         Raises:
             OmniStageError: What the iteration raises.
-            ConfigError: The pipeline has no decoder, or several.
+            ConfigError: The pipeline has no decoder, or several, or text alone was asked for.
         """
         rate = self._request.sample_rate
         async with self:
@@ -185,10 +199,12 @@ class Submission:
     ) -> None:
         self.request_id = new_request_id(external_id)
         self.usage: Usage | None = None
+        self.text = Text()
         self.started = False
         self.over = False
         self._stages = stages
         self._running = running
+        self._input = asked
         self._pieces = Pieces(
             self.request_id, asked, text, on_change=self._on_pieces, on_failure=self.fail
         )
@@ -220,6 +236,8 @@ class Submission:
         Raises:
             ConfigError: There is none, or more than one.
         """
+        if not self._input.wants_audio:
+            raise ConfigError("text alone was asked for; `async for piece in stream.text` reads it")
         branches = self._stages()[1]
         if len(branches) != 1:
             what = "read chunk by chunk" if branches else "`await stream.finished()` is its end"
@@ -231,7 +249,10 @@ class Submission:
         if self.started or self.over:
             return
         self._loop = asyncio.get_running_loop()
-        self._route = ar, branches = self._stages()
+        ar, branches = self._stages()
+        if not self._input.wants_audio:
+            branches = ()
+        self._route = ar, branches
         self._last_stage = branches[0].name if branches else ar.name
         self.started = True
         self._running[self.request_id] = self
@@ -239,6 +260,11 @@ class Submission:
         log.info("request %s, stage %s: started", self.request_id, ar.name)
         if self._timeout is not None:
             self._timer = self._loop.call_later(self._timeout, self._on_timeout)
+        try:
+            self.text.expect(ar, self._input)
+        except OmniStageError as error:
+            self.fail(error)
+            return
         await self._pieces.start(ar)
 
     async def next(self) -> AudioChunk | None:
@@ -309,6 +335,7 @@ class Submission:
                 consumers=self._consumers,
                 after=self._id_of(number - 1) if number else None,
                 more=self._pieces.more,
+                text=self.text.part(last=not self._pieces.more),
             ),
         )
 
@@ -338,16 +365,7 @@ class Submission:
         if self.over or self._pieces.more or len(self._usages) < self._started_takes:
             return
         self._takes[-1].nothing_follows()
-        usages = [self._usages[number] for number in range(self._started_takes)]
-        reasons = [usage.finish_reason for usage in usages]
-        texts = [usage.text for usage in usages if usage.text is not None]
-        self.usage = Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-            output_tokens=sum(usage.output_tokens for usage in usages),
-            finish_reason=next((r for r in reasons if r is not FinishReason.STOP), reasons[0]),
-            dropped_tokens=sum(usage.dropped_tokens for usage in usages),
-            text=" ".join(texts) if texts else None,
-        )
+        self.usage = total([self._usages[number] for number in range(self._started_takes)])
         self._end()
         if self._metrics is not None:
             self._metrics.success(self.usage.finish_reason)
@@ -368,6 +386,7 @@ class Submission:
             self._timer.cancel()
         self._pieces.cancel()
         self._running.pop(self.request_id, None)
+        self.text.close(self._error)
         self._news.set()
 
     def _on_timeout(self) -> None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from omnistage.config import AUDIO
 from omnistage.errors import ConfigError, StreamClosed
-from omnistage.request import Payload, TokenUpdate
+from omnistage.request import TokenUpdate
 from omnistage.stages.environment import check_event_loop
+from omnistage.tensors import token_update
 from omnistage.transport.endpoints import check_endpoint
 from omnistage.transport.keys import Keys, load_keys
 from omnistage.transport.shared import Share
@@ -205,23 +206,7 @@ class _Inbox:
 
     def on_update(self, update: Update, buffers: Sequence[Buffer], stamp: int) -> None:
         """Take an update from the subscriber."""
-        tensors = {
-            info.name: Payload(info.dtype, info.shape, info.first_row, buffers[info.frame])
-            for info in update.tensors
-        }
-        self._put(
-            TokenUpdate(
-                request_id=update.request_id,
-                segment=update.segment,
-                position=update.position,
-                ids=update.ids,
-                tensors=tensors,
-                start=update.start,
-                terminal=update.terminal,
-                segment_end=update.segment_end,
-                stamp=stamp,
-            )
-        )
+        self._put(token_update(update, buffers, stamp))
 
     def on_lost(self, error: UpdatesLost) -> None:
         """Take the news of a gap from the subscriber."""

@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from omnistage.errors import OmniStageError, ServerError, StreamClosed, UpdatesLost
-from omnistage.request import FinishReason, Usage
+from omnistage.request import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from omnistage.request import AudioChunk, StageRequest, Terminal
+    from omnistage.request import AudioChunk, StageRequest, Terminal, Usage
     from omnistage.stages.base import AutoregressiveStage, RunningRequest
-    from omnistage.stages.route import RequestBranch
+    from omnistage.stages.route import Consumer
 
 # How long the last update may be behind vLLM's own answer, and the other way round.
 _STRAGGLER_SECONDS: Final = 10.0
@@ -37,7 +37,7 @@ class Take:
     def __init__(
         self,
         number: int,
-        branches: Sequence[RequestBranch],
+        branches: Sequence[Consumer],
         on_news: Callable[[Take, AudioChunk | None], None],
     ) -> None:
         self.number = number
@@ -144,13 +144,8 @@ class Take:
             message = f"vLLM ended the request with {reason!s}"
             self.fail(ServerError(message, request_id=self._request_id))
         else:
-            self.usage = Usage(
-                prompt_tokens=result.prompt_tokens,
-                output_tokens=result.output_tokens,
-                finish_reason=reason,
-                dropped_tokens=terminals[0].dropped if terminals else 0,
-                text=result.text,
-            )
+            dropped = terminals[0].dropped if terminals else 0
+            self.usage = replace(result, finish_reason=reason, dropped_tokens=dropped)
             self._end()
 
     def _on_ar_done(self, outcome: Usage | OmniStageError) -> None:
@@ -195,7 +190,7 @@ class Take:
 class _Part:
     """A take's share of one branch: what that branch has given of it."""
 
-    def __init__(self, take: Take, branch: RequestBranch) -> None:
+    def __init__(self, take: Take, branch: Consumer) -> None:
         self.branch = branch
         self.terminal: Terminal | None = None
         self.unread_seconds = 0.0

@@ -13,10 +13,13 @@ import msgspec
 
 from omnistage.errors import ProtocolError
 from omnistage.payload import ITEM_BYTES as ITEM_BYTES
-from omnistage.payload import MAX_DIMENSIONS
+from omnistage.payload import MAX_DIMENSIONS, Payload
+from omnistage.request import TokenUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from omnistage.wire import Update
 
 MAX_BUFFER_BYTES: Final = 256 << 20
 MAX_BUFFERS: Final = 16_384
@@ -60,6 +63,31 @@ def check_tensors(claimed: Sequence[TensorInfo], buffers: Sequence[Buffer]) -> N
                 f"tensor {info.name!r} {info.dtype}{list(info.shape)} needs {size} bytes, "
                 f"its buffer has {actual}"
             )
+
+
+def token_update(update: Update, buffers: Sequence[Buffer], stamp: int) -> TokenUpdate:
+    """A published update as a reader without a decoder gets it.
+
+    Args:
+        update: The update.
+        buffers: Those of its message, checked.
+        stamp: Its message's.
+    """
+    tensors = {
+        info.name: Payload(info.dtype, info.shape, info.first_row, buffers[info.frame])
+        for info in update.tensors
+    }
+    return TokenUpdate(
+        request_id=update.request_id,
+        segment=update.segment,
+        position=update.position,
+        ids=update.ids,
+        tensors=tensors,
+        start=update.start,
+        terminal=update.terminal,
+        segment_end=update.segment_end,
+        stamp=stamp,
+    )
 
 
 def buffer_bytes(info: TensorInfo) -> int:

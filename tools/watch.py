@@ -57,7 +57,8 @@ FUNCTIONS: Final[dict[str, tuple[str, ...]]] = {
     "vllm.distributed.parallel_state": ("get_pp_group", "get_tp_group"),
     _REQUEST: ("is_finished", "get_finished_reason"),
     "vllm.config:ModelConfig": (
-        *("get_vocab_size", "get_inputs_embeds_size", "try_get_generation_config"),
+        *("get_vocab_size", "get_inputs_embeds_size", "get_hidden_size"),
+        "try_get_generation_config",
     ),
     "vllm.config:CUDAGraphMode": ("has_full_cudagraphs",),
     # Relied on: what a runner keeps between a forward pass and its sampling, who waits for an

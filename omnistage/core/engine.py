@@ -18,23 +18,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from anyio import to_thread
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
-from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from omnistage.adapters.processor import check_keys
-from omnistage.config import AUDIO
+from omnistage.config import AUDIO, ModelIO
 from omnistage.core.collector import EXTRA_ARG
-from omnistage.core.ends import Ends
 from omnistage.core.processes import Processes, stop
 from omnistage.core.prompts import Prompts
 from omnistage.core.row_source import give_payloads, with_rows
+from omnistage.core.sampling import Sampling
 from omnistage.core.wiring import WiredConfig, Wiring, payload_keys, wiring_of
 from omnistage.errors import (
     ConfigError,
@@ -52,10 +48,13 @@ from omnistage.transport.publisher import PublisherConfig
 from omnistage.worker.payload import WANTS_PAYLOAD
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+
+    from vllm.outputs import RequestOutput
 
     from omnistage.adapters.input import EngineInput
     from omnistage.config import ARStageConfig
+    from omnistage.stages.base import TextSink
 
 log = logging.getLogger(__name__)
 
@@ -72,16 +71,24 @@ class Engine:
         self._processes: Processes | None = None
         config = llm.vllm_config
         self.ranks: int = config.parallel_config.data_parallel_size
-        self._splits_prefill = bool(config.scheduler_config.enable_chunked_prefill)
         wiring = wiring_of(config)
         self._gives_rows = wiring is not None and bool(wiring.takes_rows)
         self.row_keys = None if wiring is None else wiring.row_keys  # of its updates' tensors
         self._keeps_prefixes = wiring is not None and wiring.prefix_rows
         self._prompts = Prompts(llm, None if wiring is None else wiring.contract)
-        declared = config.model_config.try_get_generation_config().get("eos_token_id")
-        self._ends = Ends(declared, llm.renderer.tokenizer, self._prompts.vocabulary)
-        if not self._ends.reachable:
+        self._sampling = Sampling(llm, self._prompts)
+        if not self._sampling.ends:
             log.warning("the model declares no end id that it can sample; requests must say theirs")
+
+    @property
+    def io(self) -> ModelIO:
+        """What its model takes and gives beside ids."""
+        model = self._llm.model_config
+        return ModelIO(
+            has_tokenizer=self._llm.renderer.tokenizer is not None,
+            hidden_size=model.get_hidden_size(),
+            embedding_size=model.get_inputs_embeds_size() if model.enable_prompt_embeds else None,
+        )
 
     async def generate(
         self,
@@ -93,6 +100,7 @@ class Engine:
         trace_headers: Mapping[str, str] | None = None,
         conditioning: Mapping[str, Payload] | None = None,
         consumed: bool = True,
+        text: TextSink | None = None,
     ) -> Usage:
         """Run one request to its end. Cancelling it needs :meth:`abort` as well.
 
@@ -104,6 +112,7 @@ class Engine:
             trace_headers: W3C trace context.
             conditioning: Tensors for the model.
             consumed: Whether anybody receives what it emits.
+            text: Receives its text as it is sampled.
 
         Raises:
             InvalidRequest: vLLM, or its model, refuses what was asked.
@@ -116,7 +125,7 @@ class Engine:
             extra[WANTS_PAYLOAD] = True
             if not self._keeps_prefixes:
                 sampling = with_rows(sampling)
-        params = self._sampling_params(sampling, extra or None)
+        params = self._sampling.params(sampling, extra or None, text=text is not None)
         try:
             tensors, salt = await self._prompts.pack(conditioning or {})
             if tensors:
@@ -125,15 +134,9 @@ class Engine:
             outputs = self._llm.generate(
                 prompt, params, request_id, priority=priority, trace_headers=trace_headers
             )
-            final = None
-            async with aclosing(outputs):
-                async for output in outputs:
-                    final = output
+            usage = await _read(outputs, text)
         except Exception as error:
             raise translate(error) from error
-        if final is None:
-            raise ServerError("vLLM ended the request without output")
-        usage = _usage(final)
         if isinstance(engine_input.prompt, Payload):  # of which vLLM gives no ids back
             usage = replace(usage, prompt_tokens=engine_input.prompt.shape[0])
         if usage.finish_reason in {FinishReason.ABORT, FinishReason.ERROR}:
@@ -164,53 +167,6 @@ class Engine:
     async def shutdown(self) -> None:
         """Stop vLLM's processes and return when they are gone."""
         await stop(self._llm, self._processes)
-
-    def _sampling_params(
-        self, sampling: Mapping[str, Any], extra: dict[str, Any] | None
-    ) -> SamplingParams:
-        if sampling.get("seed") is not None and current_platform.is_cpu() and self._splits_prefill:
-            raise InvalidRequest(
-                "vLLM's CPU runner dies when a seeded request's prefill is split; start the stage "
-                "with engine_args enable_chunked_prefill=False, or leave the seed out",
-                parameter="seed",
-            )
-        for name in sampling:
-            if str(name).startswith("_"):
-                raise InvalidRequest(
-                    f"{name!r} is no public sampling field of vLLM", parameter="sampling"
-                )
-        # max_tokens=None: up to the model's length. vLLM's own default of 16 is a fraction of a
-        # word.
-        fields: dict[str, Any] = {"max_tokens": None, "detokenize": False, **sampling}
-        try:
-            params = SamplingParams(
-                **fields, output_kind=RequestOutputKind.FINAL_ONLY, extra_args=extra
-            )
-        except (TypeError, ValueError, VLLMClientError) as error:
-            raise InvalidRequest(
-                f"vLLM refuses the sampling fields: {error}",
-                parameter=getattr(error, "parameter", None) or "sampling",
-            ) from error
-        self._check_sendable(params)
-        # Masking an id beyond the head, as min_tokens does with stop ids, kills the engine.
-        self._prompts.check_ids(params.stop_token_ids or [], "stop_token_ids")
-        self._ends.check(params)
-        return params
-
-    @staticmethod
-    def _check_sendable(params: SamplingParams) -> None:
-        """Send the parameters to ourselves first.
-
-        vLLM checks values, not always types, and its engine's input thread dies of a field that
-        does not decode, after which no request is ever answered.
-        """
-        try:
-            MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(params))
-        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequest(
-                f"a sampling field has a type or size that vLLM cannot take: {error}",
-                parameter="sampling",
-            ) from error
 
 
 def start_engine(config: ARStageConfig, control: str, directory: Path) -> Engine:
@@ -343,7 +299,26 @@ def translate(error: Exception) -> OmniStageError:
     return ServerError(f"vLLM failed the request: {type(cause).__name__}: {cause}")
 
 
-def _usage(output: Any) -> Usage:
+async def _read(outputs: AsyncGenerator[RequestOutput], text: TextSink | None) -> Usage:
+    """Read a request to its end: one output, or with a sink for its text one a step."""
+    final = None
+    tokens, pieces = 0, []
+    async with aclosing(outputs):
+        async for final in outputs:
+            if text is not None:
+                tokens += len(final.outputs[0].token_ids)
+                if piece := final.outputs[0].text:
+                    pieces.append(piece)
+                    text.write(piece)
+    if final is None:
+        raise ServerError("vLLM ended the request without output")
+    usage = _usage(final)
+    if text is not None:
+        usage = replace(usage, output_tokens=tokens, text="".join(pieces) or None)
+    return usage
+
+
+def _usage(output: RequestOutput) -> Usage:
     completion = output.outputs[0]
     return Usage(
         prompt_tokens=len(output.prompt_token_ids or ()),

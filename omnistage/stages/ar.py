@@ -45,10 +45,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from omnistage.config import ARStageConfig
+    from omnistage.config import ARStageConfig, ModelIO
     from omnistage.core.engine import Engine
     from omnistage.core.wiring import WiredConfig
     from omnistage.request import StageInput, StageRequest, Usage
@@ -86,7 +85,7 @@ class ARStage:
             raise ConfigError(f"{config.processor!r} is no ChunkProcessor", stage=config.name)
         if not isinstance(config.input_adapter, InputAdapter | None):
             raise ConfigError(f"{config.input_adapter!r} is no InputAdapter", stage=config.name)
-        self._adapter: InputAdapter = config.input_adapter or TextInput()
+        self.input_adapter: InputAdapter = config.input_adapter or TextInput()
         self._generations = count()
         self._running: dict[str, ARRequest] = {}
         self._engine: Engine | None = None
@@ -97,7 +96,9 @@ class ARStage:
         self._idle = asyncio.Event()
         self._dead = asyncio.Event()
         self.publishers: list[str] = []
-        self.row_keys: frozenset[str] | None = None  # of its updates' tensors, once it is started
+        # Known once it is started: the keys of its updates' tensors, and what its model is.
+        self.row_keys: frozenset[str] | None = None
+        self.io: ModelIO | None = None
 
     def __len__(self) -> int:
         return len(self._running)
@@ -125,12 +126,12 @@ class ARStage:
             hellos = await self._control.wait_for_hellos(
                 engine.ranks, within=self._config.startup_timeout
             )
-            await self._adapter.start()
+            await self.input_adapter.start()
         except BaseException:
             await self.aclose()
             raise
         self.publishers = [hello.data_endpoint for hello in hellos]
-        self.row_keys = engine.row_keys
+        self.row_keys, self.io = engine.row_keys, engine.io
         for hello in hellos:
             self._watch(hello.pid)
         if self._llm is None:
@@ -139,7 +140,7 @@ class ARStage:
 
     async def split(self, asked: StageInput) -> Sequence[StageInput]:
         """See :meth:`AutoregressiveStage.split`: what the input adapter makes of it."""
-        return split(self._adapter, asked)
+        return split(self.input_adapter, asked)
 
     def submit(
         self, request: StageRequest, *, on_done: Callable[[Usage | OmniStageError], None]
@@ -270,7 +271,7 @@ class ARStage:
             EngineDead: The engine died.
             ServerError: vLLM failed it.
         """
-        engine_input = await self._adapter.adapt(request.input)
+        engine_input = await self.input_adapter.adapt(request.input)
         if not request.final_stage:
             check_consumable(engine_input.sampling)
         engine = self._engine
@@ -285,6 +286,7 @@ class ARStage:
                 trace_headers=request.input.trace_headers,
                 conditioning=conditioning(request.input, engine_input),
                 consumed=bool(request.consumers) and not request.final_stage,
+                text=request.text,
             )
         except EngineDead:
             # Perhaps known here first: a worker died, and its engine core is still ending.
@@ -375,24 +377,3 @@ def _start_engine(config: ARStageConfig, control: str, directory: Path) -> Engin
 
 
 _starting: Final = threading.Lock()
-
-
-def attach(vllm_config: VllmConfig, config: ARStageConfig) -> None:
-    """Prepare an engine that you start yourself for a pipeline.
-
-    Call it before ``AsyncLLM.from_vllm_config(vllm_config)``, then hand that engine over:
-    ``Pipeline(ar=config, decoder=..., llm=llm)``. It sets the configuration's scheduler class and
-    adds to its ``additional_config``; requests that do not come from the pipeline are served as
-    before.
-
-    Args:
-        vllm_config: What ``AsyncEngineArgs(...).create_engine_config()`` returned.
-        config: The stage, without engine arguments and start method.
-
-    Raises:
-        ConfigError: A configuration with a scheduler of its own, or a stage that says how to start
-            an engine.
-    """
-    from omnistage.core.engine import attach
-
-    attach(vllm_config, config)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from omnistage.errors import StageClosed
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from omnistage.errors import OmniStageError, StageClosed
+    from omnistage.errors import OmniStageError
     from omnistage.request import AudioChunk, StageInput, StageRequest, Terminal, Usage
 
 
@@ -76,6 +78,18 @@ class PacedSink(AudioSink, Protocol):
         ...
 
 
+class TextSink(Protocol):
+    """Who receives one request's text; called on the event loop, must not block."""
+
+    def write(self, piece: str) -> None:
+        """The next piece of it, of one character or more."""
+        ...
+
+    def end(self) -> None:
+        """All of it has been written."""
+        ...
+
+
 @runtime_checkable
 class AudioStage(Stage, Protocol):
     """A stage behind a decoder: audio in, audio out.
@@ -134,8 +148,10 @@ class RunningRequest(Protocol):
 class AutoregressiveStage(Stage, Protocol):
     """What a pipeline asks of its AR stage: vLLM's, or a scripted one.
 
-    It may say the keys of the tensors that its updates carry, ``row_keys``, once it is started:
-    a decoder that takes others is refused then.
+    It may say more of itself, the latter two once it is started: ``has_text``, whether its requests
+    write text; ``row_keys``, the keys of the tensors that its updates carry, so that a decoder that
+    takes others is refused; ``io``, a :class:`~omnistage.config.ModelIO` that a stage behind it, or
+    before it, must fit.
 
     Attributes:
         model_name: Names the model in metrics.
@@ -181,6 +197,24 @@ class AutoregressiveStage(Stage, Protocol):
     async def ended(self) -> None:
         """Return when the stage can serve nobody any more, because its engine has died."""
         ...
+
+
+async def serve(stages: Sequence[Stage]) -> None:
+    """Serve stages beside one another until cancelled, or until the first of them fails.
+
+    Raises:
+        StageClosed: One's ``serve`` has returned.
+        Exception: What one raised.
+    """
+    serving = [asyncio.create_task(stage.serve(), name=stage.name) for stage in stages]
+    try:
+        (done, *_), _ = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
+        await done
+        raise StageClosed("a stage's serve() has returned", stage=done.get_name())
+    finally:
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
 
 
 async def settled(future: asyncio.Future[Any]) -> None:

@@ -19,20 +19,8 @@ log = logging.getLogger(__name__)
 _SUBSCRIBE_SECONDS: Final = 10.0
 
 
-class RequestBranch(Protocol):
-    """What a request knows of a branch: one of this process, or decoder services."""
-
-    name: str
-
-    @property
-    def sample_rate(self) -> int:
-        """Samples a second of its audio."""
-        ...
-
-    @property
-    def max_unread(self) -> float:
-        """Seconds of audio that may be unread before more is made."""
-        ...
+class Consumer(Protocol):
+    """What a request knows of who gets its updates."""
 
     def open(
         self, request_id: str, sink: PacedSink, *, after: str | None = None, more: bool = False
@@ -58,6 +46,22 @@ class RequestBranch(Protocol):
 
     def has_ended(self, request_id: str) -> bool:
         """Whether its last update is there, its audio perhaps still on the way."""
+        ...
+
+
+class RequestBranch(Consumer, Protocol):
+    """What a submission knows of a branch: one of this process, or decoder services."""
+
+    name: str
+
+    @property
+    def sample_rate(self) -> int:
+        """Samples a second of its audio."""
+        ...
+
+    @property
+    def max_unread(self) -> float:
+        """Seconds of audio that may be unread before more is made."""
         ...
 
     async def aclose(self) -> None:
@@ -127,7 +131,7 @@ class Route:
             await branch.subscribe(
                 self.ar.publishers,
                 within=_SUBSCRIBE_SECONDS,
-                upstream=self.ar.name,
+                upstream=getattr(self.ar, "upstream", self.ar.name),
                 rows=getattr(self.ar, "row_keys", None),
             )
 

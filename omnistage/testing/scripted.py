@@ -31,7 +31,7 @@ from omnistage.transport.publisher import Publisher, PublisherConfig
 from omnistage.wire import decode_admission
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     from omnistage.adapters.processor import ChunkProcessor
@@ -55,6 +55,8 @@ class Script:
         first_after: Seconds to the first step.
         step_after: Seconds from a step to the next one.
         reason: Why it ends.
+        payloads: The worker's payload of each step, by key.
+        text: What each step writes, where somebody reads text.
         error: Ends it with this error instead, after the ids.
         stalls: Whether it never ends: the last id is followed by nothing.
     """
@@ -64,6 +66,8 @@ class Script:
     first_after: float = 0.0
     step_after: float = 0.0
     reason: FinishReason = FinishReason.STOP
+    payloads: Sequence[Mapping[str, Payload]] = ()
+    text: Sequence[str] = ()
     error: OmniStageError | None = None
     stalls: bool = False
 
@@ -72,6 +76,7 @@ def scripted(
     script: Script | Callable[[StageInput], Script],
     *,
     processor: ChunkProcessor | None = None,
+    gives: Collection[str] = (),
     split: Callable[[StageInput], Sequence[StageInput]] | None = None,
     name: str = "ar",
     bind: str = IPC,
@@ -83,13 +88,14 @@ def scripted(
         script: What every request samples, or what makes a request's script of its input; an
             OmniStageError that it raises refuses the request.
         processor: The chunk processor; every id is passed on without one.
+        gives: The keys of its scripts' payloads.
         split: Cuts a submission into requests that follow one another, as an input adapter may.
         name: Names the stage in errors.
         bind: Where updates are published, as :class:`~omnistage.ARStageConfig` says.
         keys: Directory of the keys of its tcp sockets, as there.
     """
     make = (lambda _: script) if isinstance(script, Script) else script
-    return _Scripted(make, processor or TokenUpdates(), split, name, bind, keys)
+    return _Scripted(make, processor or TokenUpdates(), gives, split, name, bind, keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,7 @@ class _Scripted:
 
     script: Callable[[StageInput], Script]
     processor: ChunkProcessor
+    gives: Collection[str]
     split: Callable[[StageInput], Sequence[StageInput]] | None
     name: str
     bind: str
@@ -108,6 +115,7 @@ class _Scripted:
             self.script,
             endpoints,
             processor=self.processor,
+            gives=self.gives,
             split=self.split,
             name=self.name,
             bind=self.bind,
@@ -122,6 +130,7 @@ class ScriptedARStage:
         script: Makes a request's script of its input.
         endpoints: This process's sockets.
         processor: The chunk processor.
+        gives: The keys of its scripts' payloads.
         split: Cuts a submission into requests that follow one another.
         name: Names the stage in errors.
         bind: Where updates are published.
@@ -139,6 +148,7 @@ class ScriptedARStage:
         endpoints: Endpoints,
         *,
         processor: ChunkProcessor,
+        gives: Collection[str] = (),
         split: Callable[[StageInput], Sequence[StageInput]] | None = None,
         name: str = "ar",
         bind: str = IPC,
@@ -148,7 +158,7 @@ class ScriptedARStage:
         self._bind = check_bind(bind, keys)
         self._keys = keys
         self.publishers: list[str] = []
-        self.row_keys = row_keys(processor, ())
+        self.row_keys = row_keys(processor, gives)
         self._script = script
         self._endpoints = endpoints
         self._processor = processor
@@ -224,8 +234,12 @@ class ScriptedARStage:
                 if start:
                     await asyncio.sleep(script.step_after)
                 ids = tuple(script.ids[start : start + script.ids_per_step])
-                self._publish(record, ids, position=start)
+                step = start // script.ids_per_step
+                payload = script.payloads[step] if step < len(script.payloads) else None
+                self._publish(record, ids, position=start, payload=payload)
                 tokens += len(ids)
+                if request.text is not None and step < len(script.text):
+                    request.text.write(script.text[step])
             if script.stalls:
                 await asyncio.Event().wait()
             reason = FinishReason.ERROR if script.error is not None else script.reason
@@ -235,7 +249,10 @@ class ScriptedARStage:
             raise copy(script.error)  # each request notes its id on its own
         prompt: Any = request.input.prompt
         length = prompt.shape[0] if isinstance(prompt, Payload) else len(prompt)
-        return Usage(prompt_tokens=length, output_tokens=tokens, finish_reason=reason)
+        text = "".join(script.text) if request.text is not None else ""
+        return Usage(
+            prompt_tokens=length, output_tokens=tokens, finish_reason=reason, text=text or None
+        )
 
     async def serve(self) -> None:
         """Nothing to do: requests run in tasks of their own."""
@@ -277,11 +294,18 @@ class ScriptedARStage:
         if not self._running:
             self._idle.set()
 
-    def _publish(self, record: Record | None, ids: tuple[int, ...], *, position: int) -> None:
+    def _publish(
+        self,
+        record: Record | None,
+        ids: tuple[int, ...],
+        *,
+        position: int,
+        payload: Mapping[str, Payload] | None,
+    ) -> None:
         if record is not None and ids:
             record.tokens += len(ids)
             record.total += len(ids)
-            self._hand_over(Event(record, ids, position))
+            self._hand_over(Event(record, ids, position, tensors=payload))
 
     def _end(self, record: Record | None, ending: Ending) -> None:
         if record is not None:

@@ -58,7 +58,13 @@ _preprocess = EngineCore.preprocess_add_request
 _reject = EngineCoreProc._reject_add_in_shutdown
 
 
+def _added(self: Any) -> int:
+    """How many requests have reached this engine."""
+    return int(vars(self).get("_omnistage_added", 0))
+
+
 def _preprocess_or_fail(self: Any, request: Any) -> Any:
+    self._omnistage_added = _added(self) + 1
     if request.request_id.startswith(PREPROCESSING_FAILS):
         raise RuntimeError("on purpose")
     return _preprocess(self, request)
@@ -75,6 +81,7 @@ def _reject_if_asked(self: Any, request: Any) -> Any:
 
 
 EngineCore.omnistage_report = _report  # type: ignore[attr-defined]
+EngineCore.omnistage_added = _added  # type: ignore[attr-defined]
 EngineCore.omnistage_count = _count_alive  # type: ignore[attr-defined]
 EngineCore.preprocess_add_request = _preprocess_or_fail  # type: ignore[method-assign]
 EngineCoreProc._reject_add_in_shutdown = _reject_if_asked
@@ -92,6 +99,11 @@ async def report(pipeline: Pipeline) -> dict[str, int]:
     counts = await llm_of(pipeline).engine_core.call_utility_async("omnistage_report")
     assert isinstance(counts, dict)
     return counts
+
+
+async def added(llm: Any) -> int:
+    """How many requests have reached an ``AsyncLLM``'s engine process."""
+    return int(await llm.engine_core.call_utility_async("omnistage_added"))
 
 
 async def count_alive(pipeline: Pipeline, name: str) -> int:
