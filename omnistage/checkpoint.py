@@ -151,10 +151,14 @@ class Checkpoint:
         """
         index = self.json(_INDEX) if self.find(_INDEX) is not None else None
         if self.directory is None:
-            size = (index or {}).get("metadata", {}).get("total_size")
+            about = (index or {}).get("metadata")
+            size = about.get("total_size") if isinstance(about, dict) else None
             return size if isinstance(size, int) else None
         if index is not None:
-            names = {str(name) for name in index.get("weight_map", {}).values()}
+            of_tensor = index.get("weight_map")
+            if not isinstance(of_tensor, dict):
+                raise self.failure(f"{_INDEX} has no weight_map")
+            names = {str(name) for name in of_tensor.values()}
             paths = [self.directory / name for name in sorted(names)]
         else:
             paths = sorted(self.directory.glob("*.safetensors"))
@@ -189,16 +193,13 @@ class Checkpoint:
                 if not 0 < length <= min(_MAX_HEADER, size):
                     raise self.failure(f"{path.name} was not copied to its end")
                 header = msgspec.json.decode(file.read(length))
-                ends = [
-                    entry["data_offsets"][1]
-                    for name, entry in header.items()
-                    if name != "__metadata__"
-                ]
+                header.pop("__metadata__", None)
+                ends = [entry["data_offsets"][1] for entry in header.values()]
+                wanted = 8 + length + max(ends, default=0)
         except FileNotFoundError as error:
             raise self.failure(f"{path.name} is missing") from error
-        except (OSError, msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise self.failure(f"{path.name} is no safetensors file: {error}") from error
-        wanted = 8 + length + max(ends, default=0)
         if size != wanted:
             raise self.failure(
                 f"{path.name} has {size} bytes, its header says {wanted}: it was not copied to its "

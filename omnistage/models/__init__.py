@@ -53,7 +53,9 @@ def _changed(model: str, changes: dict[str, Any]) -> tuple[Preset, dict[str, Any
     from omnistage.config import ARStageConfig
     from omnistage.models.catalog import find
 
-    preset = find(model)
+    args = changes.get("engine_args")
+    revision = args.get("revision") if isinstance(args, dict) else None
+    preset = find(model, revision=revision)
     fields = set(preset.changeable())
     # What both have, such as `model`, is the preset's.
     of_stage = {field.name for field in dataclasses.fields(ARStageConfig)} - fields

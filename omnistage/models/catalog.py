@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import logging
+import os
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -67,15 +68,20 @@ def get(name: str) -> Preset:
     return made
 
 
-def find(model: str) -> Preset:
+def find(model: str, *, revision: str | None = None) -> Preset:
     """The preset of a name, a model's directory or a hub id.
 
     A directory or hub id says itself what it is, in ``omnistage.json``, or is recognized by its
     tokens.
 
+    Args:
+        model: The name, directory or hub id.
+        revision: Of a hub id.
+
     Raises:
         ConfigError: There is none, or the checkpoint is of no known family.
     """
+    model = os.fspath(model)
     known = names()
     if model in known:
         return get(model)
@@ -84,15 +90,15 @@ def find(model: str) -> Preset:
     for name in known:
         if name in _OWN and (preset := get(name)).model == model:
             return preset
-    checkpoint = Checkpoint(model, LABEL)
+    checkpoint = Checkpoint(model, LABEL, revision=revision)
     if checkpoint.find(SETTINGS) is not None:
         return _told(checkpoint)
     checkpoint.tokens()  # what is missing is said once
-    fitting = [preset for preset in map(_maybe, known) if preset and preset.recognizes(checkpoint)]
+    fitting = [one for name in known if (one := _fitting(name, checkpoint)) is not None]
     if len(fitting) != 1:
         what = "of several families" if fitting else "of no family that omnistage knows"
         raise ConfigError(
-            f"{model} is {what} ({', '.join(p.name for p in fitting) or ', '.join(known)}); name "
+            f"{model} is {what} ({', '.join(one.name for one in fitting) or ', '.join(known)}); name "
             f"one and give it the model, as with `--model orpheus --set model={model}`, or say in "
             f"{SETTINGS} there what it is"
         )
@@ -113,11 +119,13 @@ def _told(checkpoint: Checkpoint) -> Preset:
     return get(name).changed({"model": checkpoint.where, **settings})
 
 
-def _maybe(name: str) -> Preset | None:
+def _fitting(name: str, checkpoint: Checkpoint) -> Preset | None:
+    """A preset, if a checkpoint is one of its family; another package's may fail alone."""
     try:
-        return get(name)
-    except ConfigError as error:
-        log.warning("%s", error)
+        preset = get(name)
+        return preset if preset.recognizes(checkpoint) else None
+    except Exception as error:
+        log.warning("preset %r: %s", name, error)
         return None
 
 

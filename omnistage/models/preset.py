@@ -123,16 +123,28 @@ def _laid_over(old: Any, new: Any, where: str) -> Any:
             old,
             **{n: _laid_over(getattr(old, n), v, f"{where}.{n}") for n, v in new.items()},
         )
-    if isinstance(old, tuple) and isinstance(new, list):
+    if isinstance(old, tuple) and isinstance(new, list | tuple):
+        if not all(isinstance(item, str) for item in new):
+            raise ConfigError(f"{where} is a list of str, got {new!r}")
         return tuple(new)
     if isinstance(old, str) and isinstance(new, os.PathLike):
         return os.fspath(new)
-    if old is not None and new is not None and not _alike(old, new):
+    if not _fits(old, new, where):
         raise ConfigError(f"{where} is a {type(old).__name__}, got {new!r}")
     return new
 
 
-def _alike(old: Any, new: Any) -> bool:
-    if isinstance(old, str):
-        return isinstance(new, str | int) and not isinstance(new, bool)  # a token's name or its id
-    return type(new) is type(old) or isinstance(new, type(old))
+_TOKENS: Final = ("end", "first", "last")  # by name or id
+_MAY_BE_NONE: Final = ("max_frames",)
+
+
+def _fits(old: Any, new: Any, where: str) -> bool:
+    """Whether a field may have a value, by the one that it has."""
+    name = where.rpartition(".")[2]
+    if name in _MAY_BE_NONE:
+        return new is None or (type(new) is int and new > 0)
+    if name in _TOKENS:
+        return type(new) in (str, int)
+    if type(old) is int:
+        return type(new) is int and new > 0
+    return isinstance(new, type(old))

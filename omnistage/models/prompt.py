@@ -145,6 +145,9 @@ class PromptInput:
             InvalidRequest: No text, a voice that is not there, or a bad sampling field.
         """
         sampling = merge(self.sampling, stage_input)
+        if own := (stage_input.sampling or {}).get("stop_token_ids"):
+            # The end stays one, whatever else a request wants to end at.
+            sampling["stop_token_ids"] = [*self.sampling["stop_token_ids"], *own]
         prompt = copy_prompt(stage_input.prompt)
         if not isinstance(prompt, str):
             return EngineInput(prompt=prompt, sampling=sampling)

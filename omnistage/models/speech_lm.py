@@ -130,7 +130,8 @@ class SpeechLM(Preset):
         frames, end, tokens = self._vocabulary(checkpoint)
         self._check_decoder()
         checkpoint.weight_bytes()
-        sampling = {**self.sampling, "stop_token_ids": [end]}
+        more_ends = self.sampling.get("stop_token_ids") or []
+        sampling = {**self.sampling, "stop_token_ids": [end, *more_ends]}
         voices = Voices(
             names=self.voices,
             directory=self.voice_directory or None,
@@ -173,7 +174,8 @@ class SpeechLM(Preset):
         frames, end, _ = self._vocabulary(checkpoint)
         declared = self.decoder.declare()
         frame_seconds = declared.hop_length / declared.sample_rate
-        most = self.sampling.get("max_tokens", 0) // self.codes.codebooks
+        tokens = self.sampling.get("max_tokens")
+        most = tokens // self.codes.codebooks if type(tokens) is int else None
         voices = getattr(ar.input_adapter, "voices", None)
         return {
             **Preset.describe(self),
@@ -183,7 +185,7 @@ class SpeechLM(Preset):
             "phonemes": self.phonemes,
             "voices": list(voices.known) if isinstance(voices, Voices) else [],
             "max_text": self.max_text,
-            "max_audio_seconds": round(most * frame_seconds, 2),
+            "max_audio_seconds": None if most is None else round(most * frame_seconds, 2),
             "codes": {
                 "first_id": frames.first_id,
                 "codebooks": frames.codebooks,

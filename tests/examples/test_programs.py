@@ -50,6 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Sandbox, D
         "custom_decoder": (sys.executable, EXAMPLES / "custom_decoder.py"),
         "custom_stage": (sys.executable, "-c", FORKED, EXAMPLES / "custom_stage.py"),
         "streamed_text": (sys.executable, "-c", FORKED, EXAMPLES / "streamed_text.py"),
+        "thinker_talker": (sys.executable, EXAMPLES / "thinker_talker.py"),
         "readme": (sys.executable, "-c", FORKED, readme),
     }
     boxes = [
@@ -65,7 +66,8 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    "name", ["in_app", "custom_decoder", "custom_stage", "streamed_text", "readme"]
+    "name",
+    ["in_app", "custom_decoder", "custom_stage", "streamed_text", "thinker_talker", "readme"],
 )
 def test_it_succeeds_and_leaves_nothing_but_its_output(
     runs: dict[str, tuple[Sandbox, Done]], name: str
@@ -123,6 +125,20 @@ def test_the_answer_is_spoken_while_it_is_written(runs: dict[str, tuple[Sandbox,
     assert last == f"answer.wav: {len(samples) / rate:.2f} s"
     assert 6 < len(samples) / rate < 14
     assert float(np.sqrt(np.mean(samples**2))) > 0.02
+
+
+@pytest.mark.vllm
+def test_a_thinker_writes_beside_the_audio_and_alone(
+    runs: dict[str, tuple[Sandbox, Done]],
+) -> None:
+    sandbox, done = runs["thinker_talker"]
+    *text, spoken, alone = done.stdout.splitlines()
+    assert len("".join(text)) == 40
+    assert re.fullmatch("text and audio: [1-9][0-9]* tokens of the talker's", spoken)
+    assert len(alone) == len("text alone: ") + 40
+    samples, rate = read(sandbox.output / "answer.wav")
+    assert rate == 16_000
+    assert len(samples) % 320 == 0
 
 
 @pytest.mark.vllm

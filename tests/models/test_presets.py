@@ -195,6 +195,14 @@ class TestChanging:
             ({"codes": {"codebooks": "7"}}, "orpheus.codes.codebooks is a int"),
             ({"chunks": {"first": 0}}, "chunk sizes must satisfy"),
             ({"max_text": "long"}, "orpheus.max_text is a int"),
+            *(({name: None}, rf"orpheus.{name} is a") for name in ("codes", "prompt")),
+            ({"max_text": 0}, "orpheus.max_text is a int"),
+            ({"max_text": True}, "orpheus.max_text is a int"),
+            ({"prompt": 5}, "orpheus.prompt is a str"),
+            ({"decoder": {"model": 5}}, "orpheus.decoder.model is a str"),
+            ({"decoder": {"max_frames": 0}}, "orpheus.decoder.max_frames is a"),
+            ({"voices": [1]}, "orpheus.voices is a list of str"),
+            ({"voices": "ana"}, "orpheus.voices is a tuple"),
             ({"decoder": {"kind": "vocoder"}}, "unknown decoder 'vocoder'; known: code2wav"),
         ],
     )
@@ -307,6 +315,18 @@ def test_a_description_says_what_would_run(checkpoints: Checkpoints) -> None:
 def _edit(where: Path, **changes: Any) -> None:
     path = where / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("most", [None, "many"])
+def test_a_description_says_nothing_of_a_length_that_is_not_said(
+    checkpoints: Checkpoints, most: object
+) -> None:
+    told = describe_preset(
+        str(checkpoints("orpheus")),
+        decoder={"model": str(checkpoints("snac"))},
+        sampling={"max_tokens": most},
+    )
+    assert told["max_audio_seconds"] is None
 
 
 class TestPages:

@@ -92,6 +92,13 @@ class TestOrpheus:
         assert made.sampling["temperature"] == 1.0
         assert (made.sampling["top_p"], made.sampling["seed"]) == (0.8, 7)
 
+    async def test_the_end_stays_one_whatever_else_a_request_ends_at(
+        self, orpheus: PromptInput
+    ) -> None:
+        asked = StageInput(prompt="Hi.", sampling={"stop_token_ids": [128_266]})
+        assert (await orpheus.adapt(asked)).sampling["stop_token_ids"] == [128_258, 128_266]
+        assert orpheus.sampling["stop_token_ids"] == [128_258]
+
     def test_a_long_text_is_refused_or_said_sentence_by_sentence(
         self, orpheus: PromptInput
     ) -> None:
