@@ -97,8 +97,9 @@ def find(model: str, *, revision: str | None = None) -> Preset:
     fitting = [one for name in known if (one := _fitting(name, checkpoint)) is not None]
     if len(fitting) != 1:
         what = "of several families" if fitting else "of no family that omnistage knows"
+        these = ", ".join([one.name for one in fitting] or known)
         raise ConfigError(
-            f"{model} is {what} ({', '.join(one.name for one in fitting) or ', '.join(known)}); name "
+            f"{model} is {what} ({these}); name "
             f"one and give it the model, as with `--model orpheus --set model={model}`, or say in "
             f"{SETTINGS} there what it is"
         )
