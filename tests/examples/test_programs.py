@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples import custom_decoder, in_app
+from examples import custom_decoder, in_app, thinker_talker
 from omnistage.decoders.base import Decoder
 from omnistage.decoders.window import WindowedDecoder
 from omnistage.models.talker.layout import read_layout
@@ -49,6 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Sandbox, D
         "in_app": (sys.executable, EXAMPLES / "in_app.py"),
         "custom_decoder": (sys.executable, EXAMPLES / "custom_decoder.py"),
         "custom_stage": (sys.executable, "-c", FORKED, EXAMPLES / "custom_stage.py"),
+        "thinker_talker": (sys.executable, "-c", FORKED, EXAMPLES / "thinker_talker.py"),
         "readme": (sys.executable, "-c", FORKED, readme),
     }
     boxes = [
@@ -63,7 +64,9 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", ["in_app", "custom_decoder", "custom_stage", "readme"])
+@pytest.mark.parametrize(
+    "name", ["in_app", "custom_decoder", "custom_stage", "thinker_talker", "readme"]
+)
 def test_it_succeeds_and_leaves_nothing_but_its_output(
     runs: dict[str, tuple[Sandbox, Done]], name: str
 ) -> None:
@@ -108,6 +111,20 @@ def test_the_call_is_resampled_to_8_khz(runs: dict[str, tuple[Sandbox, Done]]) -
     assert 0.7 < len(samples) / rate < 3
     assert float(np.sqrt(np.mean(samples**2))) > 0.02
     assert re.fullmatch(r"call\.wav: \d\.\d\d s at 8000 Hz, stop\n", done.stdout)
+
+
+@pytest.mark.vllm
+def test_the_answer_is_written_and_spoken_and_the_other_one_written_alone(
+    runs: dict[str, tuple[Sandbox, Done]],
+) -> None:
+    sandbox, done = runs["thinker_talker"]
+    first, said, second = done.stdout.splitlines()
+    assert first.strip() == thinker_talker.ANSWERS["hello"]
+    assert second.strip() == thinker_talker.ANSWERS["weather"]
+    assert re.fullmatch(r"answer\.wav: \d\.\d\d s of audio, Usage\(.*thinker=Usage\(.*\)\)", said)
+    samples, _ = read(sandbox.output / "answer.wav")
+    assert 1.5 < len(samples) / 24_000 < 5  # eight words
+    assert float(np.sqrt(np.mean(samples**2))) > 0.02
 
 
 @pytest.mark.vllm
