@@ -1,144 +1,164 @@
-"""A thinker that answers in text, and a talker that says it: two models in one pipeline.
+"""A thinker and a talker: an answer that is written and spoken at the same time.
 
-The models are made here, tiny and with random weights, so that it runs without a download: what
-they write and say means nothing. With models of yours, give their directories to the two stages.
+    python examples/thinker_talker.py answer.wav
 
-Run it as ``python examples/thinker_talker.py [FOLDER]``; the models and answer.wav go to FOLDER, or
-to this one.
+It needs omnistage[talker]. The thinker is made here, so that nothing is downloaded: it knows two
+answers by heart. The talker is the embedded voice, which was not trained on a thinker's rows: what
+stands between them here reads the words in the rows, where a trained pair has a projection.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import sys
+import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from omnistage import (
-    ARStageConfig,
-    CodecFrames,
-    DecoderStageConfig,
-    HiddenStates,
-    Pipeline,
-    RowsInput,
-)
-from omnistage.speech import save_wav
+from omnistage import ARStageConfig, HiddenStates, Pipeline, RowsInput
+from omnistage.models import load_preset
+from omnistage.models.talker.layout import CHECKPOINT, read_layout
+from omnistage.models.talker.preset import TALKER
+from omnistage.models.talker.text import TextStep
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from omnistage import Stream
-    from omnistage.request import Codes, Pcm
 
-WIDTH = 64  # of both models' hidden states
-LETTERS = 94  # ids of the thinker's that are one letter
-CODES = 128  # the talker's first ids
-ENGINE: dict[str, Any] = {
-    "enforce_eager": True,
-    "max_model_len": 512,
-    "max_num_batched_tokens": 512,
-    "kv_cache_memory_bytes": 2**26,
+ANSWERS = {
+    "hello": "good morning and welcome to this little program",
+    "weather": "it will rain until noon but then the sky clears",
 }
+WORDS = [
+    "<end>",
+    "<other>",
+    *ANSWERS,
+    *(word for said in ANSWERS.values() for word in said.split()),
+]
+SIZE = 64  # of its hidden states; each word is a direction of its own
 
 
-def make_model(folder: Path, seed: int) -> str:
-    """A tiny model whose tokens are bytes."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def make_thinker(directory: Path) -> None:
+    """Write a checkpoint of Qwen3's shape that goes from each word to the one that follows it."""
+    from safetensors.numpy import save_file
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=256,
-        hidden_size=WIDTH,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
+    following = dict.fromkeys(range(len(WORDS)), 0)
+    for question, said in ANSWERS.items():
+        chain = [WORDS.index(word) for word in (question, *said.split())]
+        following.update(pairwise(chain))
+    words = np.eye(len(WORDS), SIZE, dtype=np.float32)
+    head = np.zeros_like(words)
+    for word, then in following.items():
+        head[then] += words[word]
+    layer = "model.layers.0."
+    weights = {
+        "model.embed_tokens.weight": words,
+        "lm_head.weight": head,
+        "model.norm.weight": np.ones(SIZE, np.float32),
+        # Attention and feed-forward add nothing.
+        **{f"{layer}self_attn.{p}_proj.weight": np.zeros((SIZE, SIZE), np.float32) for p in "qkvo"},
+        **{f"{layer}self_attn.{p}_norm.weight": np.ones(SIZE, np.float32) for p in "qk"},
+        **{
+            f"{layer}mlp.{p}_proj.weight": np.zeros((SIZE, SIZE), np.float32)
+            for p in ("gate", "up", "down")
+        },
+        f"{layer}input_layernorm.weight": np.ones(SIZE, np.float32),
+        f"{layer}post_attention_layernorm.weight": np.ones(SIZE, np.float32),
+    }
+    save_file(weights, directory / "model.safetensors")
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": len(WORDS),
+        "hidden_size": SIZE,
+        "intermediate_size": SIZE,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": SIZE,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+        "eos_token_id": 0,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, "<other>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Punctuation("removed"), pre_tokenizers.Whitespace()]
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(letters, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
-    return str(folder)
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(kind))
 
 
-class Tones:
-    """Each code is 20 ms of a tone."""
+class WordsOfRows:
+    """From the thinker's rows, [rows, 64], to the talker's embeddings, [positions, 256]."""
 
-    sample_rate = 16_000
-    hop_length = 320
-    codebooks = 1
-    codebook_size = CODES
-    left_context = right_context = 0
-    deterministic = True
+    def __init__(self) -> None:
+        self._text = TextStep(read_layout(CHECKPOINT))
+        self._table: np.ndarray[Any, np.dtype[np.float32]] | None = None
 
-    def decode(self, windows: Sequence[Codes]) -> list[Pcm]:
-        """Decode each window."""
-        time = np.arange(self.hop_length) / self.sample_rate
-        return [
-            np.sin(2 * np.pi * (200 + 5 * window) * time).astype(np.float32).ravel() / 4
-            for window in windows
-        ]
+    def __call__(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Read the words, and embed how they sound."""
+        if self._table is None:
+            from safetensors.torch import load_file
 
-
-def project(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The thinker's rows as embeddings of the talker's, which a trained layer would make."""
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
-
-
-def joined(folder: Path) -> Pipeline:
-    """The pipeline."""
-    return Pipeline(
-        thinker=ARStageConfig(
-            model=make_model(folder / "thinker", seed=1),
-            name="thinker",
-            processor=HiddenStates(),  # its rows leave vLLM beside its ids
-            engine_args=ENGINE,
-        ),
-        ar=ARStageConfig(
-            model=make_model(folder / "talker", seed=2),
-            name="talker",
-            processor=CodecFrames(first_id=0, codebook_size=CODES),
-            input_adapter=RowsInput(project=project, sampling={"max_tokens": 60}),
-            engine_args={**ENGINE, "enable_prompt_embeds": True, "skip_tokenizer_init": True},
-        ),
-        decoder=DecoderStageConfig(build=Tones),
-    )
+            weights = load_file(CHECKPOINT / "model.safetensors")
+            self._table = weights["model.embed_tokens.weight"].float().numpy()
+        read = [WORDS[i] for i in rows[:, : len(WORDS)].argmax(axis=1)]
+        said = " ".join(read[1:])  # the first row is that of the question's last word
+        return self._table[self._text.prompt_ids(f"{said}.")]
 
 
 async def write(stream: Stream) -> None:
-    """Show the text as it comes, beside the audio."""
+    """Print the answer as it is written."""
     async for piece in stream.text:
         print(piece, end="", flush=True)
     print()
 
 
-async def main(folder: Path) -> None:
-    """Ask for text and audio, then for text alone."""
-    answer = {"max_tokens": 40, "allowed_token_ids": list(range(LETTERS))}
-    async with joined(folder) as pipeline:
-        async with pipeline.submit("How are you?", sampling=answer) as stream:
-            writing = asyncio.create_task(write(stream))
-            pieces = [chunk.pcm async for chunk in stream]
-            await writing
-        save_wav(folder / "answer.wav", np.concatenate(pieces), pipeline.sample_rate)
-        usage = await stream.finished()
-        print(f"text and audio: {usage.output_tokens} tokens of the talker's")
+async def main(path: str) -> None:
+    """Ask for an answer in text and audio, and for one in text alone."""
+    voice, decoder = load_preset("talker")
+    engine_args = {**voice.engine_args, "enable_prompt_embeds": True}
+    del engine_args["logits_processors"]  # it reads the prompt's ids, and embeddings have none
+    talker = dataclasses.replace(
+        voice,
+        name="talker",
+        input_adapter=RowsInput(project=WordsOfRows(), sampling=TALKER.sampling),
+        engine_args=engine_args,
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        await asyncio.to_thread(make_thinker, Path(directory))
+        thinker = ARStageConfig(
+            model=directory,
+            name="thinker",
+            processor=HiddenStates(prompt=False),  # the answer's rows alone
+            engine_args={
+                "dtype": "float32",
+                "enforce_eager": True,
+                "enable_chunked_prefill": False,
+                "kv_cache_memory_bytes": 2**24,
+            },
+            start_method=voice.start_method,
+        )
+        async with Pipeline(thinker=thinker, ar=talker, decoder=decoder) as pipeline:
+            greedy = {"temperature": 0.0}
+            async with pipeline.submit("Oh, hello!", sampling=greedy, seed=1) as stream:
+                _, speech = await asyncio.gather(write(stream), stream.collect())
+            speech.save(path)
+            print(f"{path}: {speech.seconds:.2f} s of audio, {speech.usage}")
+            asked = pipeline.submit("The weather?", sampling=greedy, modalities=("text",))
+            await write(asked)
 
-        alone = pipeline.submit("And now?", sampling=answer, modalities=("text",))
-        usage = await alone.finished()  # the talker hears nothing of it
-        print(f"text alone: {usage.text}")
 
-
-if __name__ == "__main__":  # vLLM starts processes that import this file
-    asyncio.run(main(Path(sys.argv[1] if len(sys.argv) > 1 else ".")))
+# vLLM starts its processes by importing this file again, so nothing may run on import.
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "answer.wav"))

@@ -201,10 +201,8 @@ class Pipeline:
         if not self._host.cancelled():
             self._host.exception()  # retrieved; entering the pipeline or a request has raised it
 
-    def _request_metrics(self) -> RequestMetrics:
-        ar, branches = self._pick()
-        last = branches[0].name if branches else ar.name
-        return RequestMetrics(default_metrics(), ar.model_name, last)
+    def _request_metrics(self, stage: str) -> RequestMetrics:
+        return RequestMetrics(default_metrics(), self._pick()[0].model_name, stage)
 
     def health(self) -> Health:
         """Whether the pipeline takes requests, and if not, why; never raises, in any thread."""

@@ -179,7 +179,7 @@ class Submission:
         running: Where it stands while it runs, by internal id.
         asked: What to run.
         text: Its prompt, if that comes as an iterator.
-        metrics: Makes the request's metrics when it starts.
+        metrics: Makes the request's metrics of its last stage's name when it starts.
         consumers: (channel, subscriber id) pairs that get its updates beside the branches.
         external_id: What the caller calls it.
         timeout: Seconds from start to end.
@@ -192,7 +192,7 @@ class Submission:
         asked: StageInput,
         text: AsyncIterable[str] | None = None,
         *,
-        metrics: Callable[[], RequestMetrics],
+        metrics: Callable[[str], RequestMetrics],
         consumers: tuple[tuple[str, str], ...] = (),
         external_id: str | None = None,
         timeout: float | None = None,
@@ -256,7 +256,7 @@ class Submission:
         self._last_stage = branches[0].name if branches else ar.name
         self.started = True
         self._running[self.request_id] = self
-        self._metrics = self._make_metrics()
+        self._metrics = self._make_metrics(self._last_stage)
         log.info("request %s, stage %s: started", self.request_id, ar.name)
         if self._timeout is not None:
             self._timer = self._loop.call_later(self._timeout, self._on_timeout)

@@ -90,7 +90,10 @@ FIELDS: Final[dict[str, tuple[str, ...]]] = {
         *("extra_args", "output_kind", "detokenize", "logprobs", "prompt_logprobs", "max_tokens"),
         *("min_tokens", "ignore_eos", "stop_token_ids", "skip_reading_prefix_cache"),
     ),
-    "vllm.sampling_params:RequestOutputKind": ("FINAL_ONLY",),
+    "vllm.sampling_params:RequestOutputKind": (
+        "DELTA",
+        "FINAL_ONLY",
+    ),
     "vllm.v1.engine:EngineCoreOutput": (
         *("request_id", "new_token_ids", "finish_reason", "num_nans_in_logits"),
     ),

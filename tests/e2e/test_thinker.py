@@ -349,7 +349,6 @@ async def test_a_killed_engine_ends_what_needs_it_and_nothing_stays(
     [
         ({"thinker": {"skip_tokenizer_init": True}}, "has no tokenizer"),
         ({"talker": {"enable_prompt_embeds": False}}, "enable_prompt_embeds=True"),
-        ({"project": lambda rows: rows[:, :255]}, "255 numbers, the model's have 256"),
     ],
 )
 async def test_engines_that_do_not_fit_together_are_refused_at_start(
@@ -357,6 +356,16 @@ async def test_engines_that_do_not_fit_together_are_refused_at_start(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         await joined(models, **changes).__aenter__()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+async def test_spawned_engines_say_the_same(models: Path) -> None:
+    prompt, sampling = answer(5)
+    async with joined(models, start_method="spawn", project=None) as pipeline:
+        text, ids = await heard(pipeline.submit(prompt, sampling=sampling))
+        assert (await by_hand(pipeline, prompt, sampling))[0] == text
+        assert len(ids) == SPOKEN["max_tokens"]
 
 
 async def test_rows_cross_once_whatever_is_preempted(models: Path) -> None:
