@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 import struct
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from omnistage.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _INDEX: Final = "model.safetensors.index.json"
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -50,6 +53,7 @@ class Checkpoint:
         self.where = str(where)
         self.label = label
         self._revision = revision
+        self._tokens: dict[str, int] | None = None
         directory = Path(where).expanduser()
         self.directory = directory if directory.is_dir() else None
         if self.directory is None and (directory.exists() or not is_hub_id(self.where)):
@@ -119,12 +123,14 @@ class Checkpoint:
         """
         return self.json("config.json")
 
-    def tokens(self) -> dict[str, int]:
-        """The ids of its tokenizer's tokens, by name.
+    def tokens(self) -> Mapping[str, int]:
+        """The ids of its tokenizer's tokens, by name; read once, and kept.
 
         Raises:
             ConfigError: It has no ``tokenizer.json``, or that is none.
         """
+        if self._tokens is not None:
+            return self._tokens
         path = self.find("tokenizer.json")
         if path is None:
             raise self.failure(
@@ -138,6 +144,7 @@ class Checkpoint:
         vocab = file.model.vocab
         names = dict(vocab) if isinstance(vocab, dict) else {}
         names.update((token.content, token.id) for token in file.added_tokens)
+        self._tokens = names
         return names
 
     def weight_bytes(self) -> int | None:

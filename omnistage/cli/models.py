@@ -42,13 +42,9 @@ def run(*, json: bool) -> int:
         console = Console(highlight=False, soft_wrap=True)
         for one in found:
             where = "comes with omnistage" if one["name"] == "talker" else one["model"] or "yours"
-            console.print(f"[bold]{escape(name_of(one))}[/bold]  {escape(one['summary'])}")
+            name = f"{one['name']:<8}"
+            console.print(f"[bold]{escape(name)}[/bold]  {escape(one['summary'])}")
             console.print(f"    {escape(where)}; weights: {escape(one['licence'])}")
     for problem in problems:
         Console(stderr=True).print(f"[red]error:[/red] {escape(problem)}", soft_wrap=True)
     return 3 if problems else 0
-
-
-def name_of(one: dict[str, Any]) -> str:
-    """A preset's name, padded to a column."""
-    return f"{one['name']:<8}"

@@ -65,13 +65,15 @@ class Preset(ABC):
         Raises:
             ConfigError: As :meth:`stages`.
         """
-        ar, decoder = self.stages()
+        return self._described(self.stages()[0])
+
+    def _described(self, ar: ARStageConfig) -> dict[str, Any]:
         return {
             "preset": self.name,
             "model": ar.model,
             "sampling": dict(self.sampling),
             "engine_args": dict(ar.engine_args),
-            "chunks": msgspec.to_builtins(decoder.chunks),
+            "chunks": msgspec.to_builtins(self.chunks),
         }
 
     @classmethod

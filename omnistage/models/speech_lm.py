@@ -139,7 +139,7 @@ class SpeechLM(Preset):
             codebook_size=self.codes.codebook_size,
         )
         adapter = PromptInput(
-            checkpoint=checkpoint,
+            checkpoint=self._checkpoint(),  # another one: this has the whole vocabulary
             template=Template(self.prompt, tokens, self.model),
             sampling=sampling,
             voices=voices,
@@ -170,27 +170,28 @@ class SpeechLM(Preset):
     def describe(self) -> dict[str, Any]:
         """See :meth:`Preset.describe`."""
         ar, _ = self.stages()
-        checkpoint = self._checkpoint()
-        frames, end, _ = self._vocabulary(checkpoint)
+        frames, adapter = ar.processor, ar.input_adapter
+        if not isinstance(frames, CodecFrames) or not isinstance(adapter, PromptInput):
+            raise TypeError("stages() makes codec frames and prompts")
         declared = self.decoder.declare()
         frame_seconds = declared.hop_length / declared.sample_rate
         tokens = self.sampling.get("max_tokens")
         most = tokens // self.codes.codebooks if type(tokens) is int else None
-        voices = getattr(ar.input_adapter, "voices", None)
         return {
-            **Preset.describe(self),
+            **self._described(ar),
+            "sampling": dict(adapter.sampling),
             "licence": self.licence,
-            "weights_bytes": checkpoint.weight_bytes(),
+            "weights_bytes": adapter.checkpoint.weight_bytes(),
             "prompt": self.prompt,
             "phonemes": self.phonemes,
-            "voices": list(voices.known) if isinstance(voices, Voices) else [],
+            "voices": list(adapter.voices.known),
             "max_text": self.max_text,
             "max_audio_seconds": None if most is None else round(most * frame_seconds, 2),
             "codes": {
                 "first_id": frames.first_id,
                 "codebooks": frames.codebooks,
                 "codebook_size": frames.codebook_size,
-                "end_id": end,
+                "end_id": adapter.sampling["stop_token_ids"][0],
             },
             "decoder": {
                 **dataclasses.asdict(self.decoder),
@@ -219,7 +220,7 @@ class SpeechLM(Preset):
                 "directory or as a change"
             )
 
-    def _vocabulary(self, checkpoint: Checkpoint) -> tuple[CodecFrames, int, dict[str, int]]:
+    def _vocabulary(self, checkpoint: Checkpoint) -> tuple[CodecFrames, int, Mapping[str, int]]:
         """The codes and the end, as ids that the model's head has.
 
         Raises:
